@@ -1,0 +1,3 @@
+//! The program `mlakit`.
+
+fn main() {}
