@@ -1,1 +1,45 @@
-//! mlakit.
+//! What an operation of multi-head latent attention is, on any device: declared, planned, prepared, bound, run, replayed.
+//!
+//! One rule carries the memory. Every allocation is owned by exactly one object. A use of it is *numbered*: [`Stream`] gives each
+//! submission the next number of its stream and, before anything is enqueued, writes that number into a control block
+//! beside every allocation that the work touches. The owner's destructor compares those numbers with what the device has
+//! finished; what is not finished moves to `retiring`. So nothing depends on a guard that is dropped in time, on a borrow
+//! that lasts until the work is done, or on a reference count per launch. `forbid(unsafe_code)` holds for this crate.
+//!
+//! Reading order: [`clock`] (numbers, epochs), [`memory`] (one owner per allocation), [`device`] (what a device must
+//! offer), [`op`] (Spec, Plan, Prepared, Bound), [`paging`], [`graph`].
+#![forbid(unsafe_code)]
+
+pub mod census;
+pub mod clock;
+pub mod device;
+pub mod element;
+pub mod error;
+pub mod geometry;
+pub mod graph;
+pub mod keeper;
+pub mod lse;
+pub mod memory;
+pub mod op;
+pub mod paging;
+pub mod record;
+pub mod scratch;
+pub mod splits;
+pub mod stream;
+
+pub use census::{Category, Census};
+pub use clock::{Access, Signal, Ticket};
+pub use device::{Choice, Device, Pass, Runs};
+pub use element::{Dtype, E4m3, Element};
+pub use error::{Error, Name, Refusal};
+pub use geometry::Geometry;
+pub use graph::{Graph, Key, Recorder, Slot, SlotMut, Slots, Submission, ViewKey};
+pub use keeper::{Counts, Keeper};
+pub use lse::{Base2, Lse, LseBase, Natural};
+pub use memory::{Buffer, Input, Lease, Output, Region, Uses};
+pub use op::{Bound, Op, Plan, Prepared, Probe, ProbeCache, Runner, Warm};
+pub use paging::{Cache, CacheMut, PageGeometry, Pages, PoolView};
+pub use record::{RecordFormat, RecordLayout};
+pub use scratch::{Lane, Scratch};
+pub use splits::Splits;
+pub use stream::Stream;
