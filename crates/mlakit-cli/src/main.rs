@@ -1,3 +1,7 @@
 //! The program `mlakit`.
 
-fn main() {}
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    mlakit_cli::main()
+}

@@ -1,12 +1,31 @@
 //! Numbers and epochs: what has been asked of which stream, what is finished, and whether a right still stands.
+//!
+//! Three parties meet here without a lock: a stream that is about to use an allocation, the owner that lets it go, and a host copy. Each
+//! first *writes* its intention (a number beside the allocation, the next epoch, the count of copies), then passes [`settle`], then
+//! *looks* at what the others have written. With a sequentially consistent fence between the two, of any two parties at least one
+//! sees the other; which one gives way is then a matter of courtesy. Everything else is release and acquire. `clock/model.rs` tries
+//! every interleaving under loom.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering::SeqCst};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Release, SeqCst};
+
+#[cfg(all(test, loom))]
+use loom::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, fence};
+#[cfg(not(all(test, loom)))]
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, fence};
 
 use crate::{Error, Name};
 
+#[cfg(all(test, loom))]
+mod model;
+
 /// Streams that one device tracks at a time. A mark is 16 bytes a stream and allocation, so this is a small number.
-pub const STREAMS: usize = 8;
+pub const STREAMS: usize = if cfg!(all(test, loom)) { 2 } else { 8 };
+
+/// What was written before is seen by whoever settles later, and the other way round: never do two parties miss each other.
+fn settle() {
+    fence(SeqCst);
+}
 
 /// The number of a submission on its stream. Plain data: losing one loses nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,24 +79,42 @@ impl Clocks {
     /// index always describe one queue.
     pub(crate) fn attach(&self) -> Result<(usize, u64), Error> {
         let free = |i: &usize| {
-            self.done(*i) >= self.issued[*i].load(SeqCst)
-                && self.attached[*i].compare_exchange(false, true, SeqCst, SeqCst).is_ok()
+            if self.attached[*i].compare_exchange(false, true, AcqRel, Acquire).is_err() {
+                return false;
+            }
+            // Only now: before the exchange another stream could come and go, and leave work behind.
+            let idle = self.done(*i) >= self.issued[*i].load(Acquire);
+            if !idle {
+                self.attached[*i].store(false, Release);
+            }
+            idle
         };
         let index = (0..STREAMS).find(free).ok_or(Error::TooManyStreams)?;
-        Ok((index, self.issued[index].load(SeqCst)))
+        Ok((index, self.issued[index].load(Acquire)))
     }
 
     pub(crate) fn detach(&self, index: usize, issued: u64) {
-        self.issued[index].store(issued, SeqCst);
-        self.attached[index].store(false, SeqCst);
+        self.issued[index].store(issued, Release);
+        self.attached[index].store(false, Release);
     }
 
     pub(crate) fn complete(&self, ticket: Ticket) {
-        self.done[ticket.stream].fetch_max(ticket.number, SeqCst);
+        self.done[ticket.stream].fetch_max(ticket.number, AcqRel);
     }
 
     pub(crate) fn done(&self, stream: usize) -> u64 {
-        self.done[stream].load(SeqCst)
+        self.done[stream].load(Acquire)
+    }
+}
+
+/// How often an owner has let go. One counter for the successive allocations of one owner, so that `current` is true even after
+/// three replacements.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Epoch(Arc<AtomicU64>);
+
+impl Epoch {
+    pub(crate) fn now(&self) -> u64 {
+        self.0.load(Acquire)
     }
 }
 
@@ -86,8 +123,7 @@ impl Clocks {
 #[derive(Debug)]
 pub(crate) struct Standing {
     device: u64,
-    /// Shared by the successive allocations of one owner, so that `current` is true even after three replacements.
-    epoch: Arc<AtomicU64>,
+    epoch: Epoch,
     reads: [AtomicU64; STREAMS],
     writes: [AtomicU64; STREAMS],
     /// Host copies in progress: readers count up, a writer is -1.
@@ -95,20 +131,20 @@ pub(crate) struct Standing {
 }
 
 impl Standing {
-    pub(crate) fn new(device: u64, epoch: Arc<AtomicU64>) -> Arc<Self> {
-        let marks = || [const { AtomicU64::new(0) }; STREAMS];
-        Arc::new(Self { device, epoch, reads: marks(), writes: marks(), host: AtomicI32::new(0) })
+    pub(crate) fn new(device: u64, epoch: Epoch) -> Arc<Self> {
+        let (reads, writes) = Default::default();
+        Arc::new(Self { device, epoch, reads, writes, host: AtomicI32::new(0) })
     }
 
-    /// Ends every right to it. Together with `stamp` this is the store-then-load pair on both sides: either the submission
-    /// sees the new epoch, or the owner sees the submission's number. Never neither.
+    /// Ends every right to it. A submission on another thread now sees the new epoch, or the owner, who looks next, sees its number.
     pub(crate) fn close(&self) {
-        self.epoch.fetch_add(1, SeqCst);
+        self.epoch.0.fetch_add(1, AcqRel);
+        settle();
     }
 
     /// No numbered work and no host copy touches it any more.
     pub(crate) fn idle(&self, clocks: &Clocks) -> bool {
-        self.host.load(SeqCst) == 0 && !self.blocked(Access::Write, None, |t| clocks.done(t))
+        self.host.load(Acquire) == 0 && !self.blocked(Access::Write, None, |t| clocks.done(t))
     }
 
     /// A host copy: refused, not waited for, while work is in flight.
@@ -123,8 +159,8 @@ impl Standing {
         impl Drop for Leave<'_> {
             fn drop(&mut self) {
                 match self.1 {
-                    Access::Read => self.0.host.fetch_sub(1, SeqCst),
-                    Access::Write => self.0.host.swap(0, SeqCst),
+                    Access::Read => self.0.host.fetch_sub(1, Release),
+                    Access::Write => self.0.host.swap(0, Release),
                 };
             }
         }
@@ -133,9 +169,10 @@ impl Standing {
             Access::Write => (n == 0).then_some(-1),
         };
         self.host
-            .fetch_update(SeqCst, SeqCst, enter)
+            .fetch_update(AcqRel, Acquire, enter)
             .map_err(|_| Error::Busy { what: what.clone() })?;
         let _leave = Leave(self, access);
+        settle();
         if self.blocked(access, None, |t| clocks.done(t)) {
             return Err(Error::InFlight { what: what.clone() });
         }
@@ -145,8 +182,8 @@ impl Standing {
     /// Is there a conflicting use, on a stream other than `stream`, beyond the numbers that are known to come before?
     fn blocked(&self, access: Access, stream: Option<usize>, known: impl Fn(usize) -> u64) -> bool {
         (0..STREAMS).filter(|t| Some(*t) != stream).any(|t| {
-            let write = self.writes[t].load(SeqCst);
-            let read = if access == Access::Write { self.reads[t].load(SeqCst) } else { 0 };
+            let write = self.writes[t].load(Acquire);
+            let read = if access == Access::Write { self.reads[t].load(Acquire) } else { 0 };
             write.max(read) > known(t)
         })
     }
@@ -156,21 +193,40 @@ impl Standing {
 #[derive(Clone, Debug)]
 pub(crate) struct Claim {
     pub(crate) standing: Arc<Standing>,
-    pub(crate) held: u64,
+    held: u64,
 }
 
 impl Claim {
     pub(crate) fn new(standing: Arc<Standing>) -> Self {
-        let held = standing.epoch.load(SeqCst);
+        let held = standing.epoch.now();
         Self { standing, held }
     }
 
-    pub(crate) fn stamp(&self, ticket: Ticket, access: Access) {
-        let marks = match access {
-            Access::Read => &self.standing.reads,
-            Access::Write => &self.standing.writes,
-        };
-        marks[ticket.stream].store(ticket.number, SeqCst);
+    /// Ends every other right to it and keeps this one: the allocation stays, what it means is another.
+    pub(crate) fn renew(&mut self) {
+        self.standing.close();
+        self.held = self.standing.epoch.now();
+    }
+
+    /// The same right to the same thing.
+    pub(crate) fn same(&self, other: &Self) -> bool {
+        self.is_of(&other.standing) && self.held == other.held
+    }
+
+    pub(crate) fn is_of(&self, standing: &Arc<Standing>) -> bool {
+        Arc::ptr_eq(&self.standing, standing)
+    }
+
+    /// Writes the numbers of one submission beside everything that it uses, for whoever looks from now on.
+    pub(crate) fn stamp<'c>(ticket: Ticket, uses: impl Iterator<Item = (&'c Self, Access)>) {
+        for (claim, access) in uses {
+            let marks = match access {
+                Access::Read => &claim.standing.reads,
+                Access::Write => &claim.standing.writes,
+            };
+            marks[ticket.stream].store(ticket.number, Release);
+        }
+        settle();
     }
 
     /// May stream `stream` of `device` use it now, given the numbers that it knows to be before it?
@@ -184,13 +240,15 @@ impl Claim {
         if self.standing.device != device {
             return Err(Error::Foreign { what });
         }
-        let (held, current) = (self.held, self.standing.epoch.load(SeqCst));
+        let host = self.standing.host.load(Acquire);
+        let copied = host < 0 || (access == Access::Write && host > 0);
+        let busy = copied || self.standing.blocked(access, Some(stream), known);
+        // The epoch is read last: a `renew` is done before the write behind it, so who finds that write done finds the epoch too.
+        let (held, current) = (self.held, self.standing.epoch.now());
         if held != current {
             return Err(Error::StaleEpoch { held, current });
         }
-        let host = self.standing.host.load(SeqCst);
-        let copied = host < 0 || (access == Access::Write && host > 0);
-        if copied || self.standing.blocked(access, Some(stream), known) {
+        if busy {
             return Err(Error::Busy { what: what.into() });
         }
         Ok(())

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use crate::census::Entry;
-use crate::clock::{Access, Claim};
-use crate::memory::{Block, Use};
+use crate::clock::{Access, Claim, Epoch};
+use crate::memory::{Block, Use, bytes_of};
 use crate::paging::CacheMut;
 use crate::{
     Bound, Cache, Category, Device, Element, Error, Input, Name, Op, Output, PageGeometry, Pages,
@@ -23,8 +23,8 @@ pub struct Slot<T, D: Device> {
 impl<T: Element, D: Device> Slot<T, D> {
     /// A slot of `len` elements, zeroed.
     pub fn new(device: &D, name: impl Into<Name>, len: usize) -> Result<Self, Error> {
-        let bytes = len.saturating_mul(T::DTYPE.bytes());
-        let block = Block::new(device, (Category::Slots, name.into()), bytes, Arc::default())?;
+        let bytes = bytes_of::<T>(len);
+        let block = Block::new(device, (Category::Slots, name.into()), bytes, Epoch::default())?;
         block.write(0, &vec![0; bytes])?;
         Ok(Self { block, element: PhantomData })
     }
@@ -125,28 +125,26 @@ impl<D: Device> Slots<D> {
         record: impl FnOnce(&mut Recorder<'_, D>) -> Result<(), Error>,
     ) -> Result<Graph<D>, Error> {
         let device = self.device.clone();
-        if !std::ptr::eq(device.keeper(), stream.device().keeper()) {
+        if device.keeper().id() != stream.device().keeper().id() {
             return Err(Error::Foreign { what: "stream" });
         }
         let queue = stream.queue();
         device.begin_capture(queue)?;
-        let (held, code, written) = (Vec::new(), Vec::new(), vec![false; self.views.len()]);
-        let (device, queue) = (device.clone(), Some(queue));
-        let mut recorder = Recorder { device, queue, slots: &self, held, written, code };
+        let (queue, slots) = (Some(queue), &self);
+        let (held, written, code) = Default::default();
+        let mut recorder = Recorder { device, queue, slots, held, written, code };
         record(&mut recorder)?;
+        let recorded = recorder.finish()?;
+        Ok(self.into_graph(recorded))
+    }
+
+    fn into_graph(mut self, recorded: Recorded<D>) -> Graph<D> {
+        let Recorded { executable, mut held, written, code } = recorded;
+        written.into_iter().for_each(|view| self.views[view].mark_written());
         let device = self.device.clone();
-        let Recorded { executable, mut held, written, code } = recorder.finish()?;
-        let claim = Claim::new(device.keeper().standing(Arc::default()));
+        let claim = Claim::new(device.keeper().standing(Epoch::default()));
         held.push(Use::new("graph", Region::EMPTY, Access::Write, claim.clone()));
-        Ok(Graph {
-            executable: Some(executable),
-            claim,
-            held,
-            slots: self,
-            written,
-            _code: code,
-            device,
-        })
+        Graph { executable: Some(executable), claim, held, slots: self, _code: code, device }
     }
 
     fn block<T>(&self, key: Key<T>) -> Result<&Block<D>, Error> {
@@ -161,15 +159,15 @@ pub struct Recorder<'c, D: Device> {
     queue: Option<&'c mut D::Queue>,
     slots: &'c Slots<D>,
     held: Vec<Use>,
-    /// Whether some call writes the pool behind each view.
-    written: Vec<bool>,
+    /// The views whose pages some call writes.
+    written: Vec<usize>,
     code: Vec<Arc<dyn Any + Send + Sync>>,
 }
 
 struct Recorded<D: Device> {
     executable: D::Executable,
     held: Vec<Use>,
-    written: Vec<bool>,
+    written: Vec<usize>,
     code: Vec<Arc<dyn Any + Send + Sync>>,
 }
 
@@ -228,16 +226,15 @@ impl<D: Device> Runner<'static, D> for Recorder<'_, D> {
             let own = self.slots.views.iter().position(|mine| mine.region() == *view);
             let own = own.ok_or(Error::Foreign { what: "view of another graph" })?;
             if *access == Access::Write {
-                self.written[own] = true;
+                self.written.push(own);
             }
         }
         for new in bound.uses.list.iter().flatten() {
-            let same = |old: &Use| {
-                Arc::ptr_eq(&old.claim.standing, &new.claim.standing)
-                    && (old.access, old.claim.held) == (new.access, new.claim.held)
-            };
-            if !self.held.iter().any(same) {
-                self.held.push(new.clone());
+            match self.held.iter_mut().find(|old| old.claim.same(&new.claim)) {
+                // A write conflicts with all that a read conflicts with: one number says both.
+                Some(old) if new.access == Access::Write => old.access = Access::Write,
+                Some(_) => {}
+                None => self.held.push(new.clone()),
             }
         }
         self.code.push(bound.keep_code());
@@ -253,7 +250,6 @@ pub struct Graph<D: Device> {
     claim: Claim,
     held: Vec<Use>,
     slots: Slots<D>,
-    written: Vec<bool>,
     _code: Vec<Arc<dyn Any + Send + Sync>>,
     device: D,
 }
@@ -261,13 +257,13 @@ pub struct Graph<D: Device> {
 impl<D: Device> Graph<D> {
     /// Enqueues the sequence: checks every lease, numbers every use, calls neither plan nor bind, allocates nothing.
     pub fn replay(&mut self, stream: &mut Stream<'_, D>) -> Result<Submission<'_>, Error> {
-        if self.slots.views.iter().any(|view| view.pool().is_none()) {
+        if !self.slots.views.iter().all(PoolView::is_bound) {
             return Err(Error::Unbound);
         }
         let executable = self.executable.as_ref().expect("only `drop` takes it");
-        let pools = self.slots.views.iter().filter_map(PoolView::pool);
+        let caches = self.slots.views.iter().flat_map(PoolView::uses).flatten();
         let replay = |device: &D, queue: &mut D::Queue| device.replay(executable, queue);
-        let ticket = stream.submit(self.held.iter().chain(pools), replay)?;
+        let ticket = stream.submit(self.held.iter().chain(caches), replay)?;
         Ok(Submission { ticket, graph: PhantomData })
     }
 
@@ -279,14 +275,7 @@ impl<D: Device> Graph<D> {
         pool: &Pages<D>,
     ) -> Result<Ticket, Error> {
         let own = (view.set == self.slots.set).then(|| self.slots.views.get_mut(view.index));
-        let bound = own.flatten().ok_or(Error::Foreign { what: "view" })?;
-        let ticket = bound.bind(stream, pool)?;
-        if self.written[view.index]
-            && let Some(pool) = bound.pool_mut()
-        {
-            pool.access = Access::Write;
-        }
-        Ok(ticket)
+        own.flatten().ok_or(Error::Foreign { what: "view" })?.bind(stream, pool)
     }
 
     /// A slot, to write through.

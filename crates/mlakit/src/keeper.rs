@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use crate::census::Entry;
-use crate::clock::{Clocks, Signal, Standing};
+use crate::clock::{Clocks, Epoch, Signal, Standing};
 use crate::{Category, Census, Ticket};
 
 /// The book-keeping that a device owns and does not look into.
@@ -100,7 +100,7 @@ impl Keeper {
         &self.clocks
     }
 
-    pub(crate) fn standing(&self, epoch: Arc<AtomicU64>) -> Arc<Standing> {
+    pub(crate) fn standing(&self, epoch: Epoch) -> Arc<Standing> {
         Standing::new(self.id, epoch)
     }
 
@@ -144,7 +144,9 @@ impl Keeper {
 
     pub(crate) fn remember<T: Any + Send + Sync>(&self, identity: String, code: &Arc<T>) {
         let code: Arc<dyn Any + Send + Sync> = code.clone();
-        lock(&self.loaded).insert(identity, Arc::downgrade(&code));
+        let mut loaded = lock(&self.loaded);
+        loaded.retain(|_, code| code.strong_count() > 0); // or the names of what is gone would pile up
+        loaded.insert(identity, Arc::downgrade(&code));
     }
 }
 

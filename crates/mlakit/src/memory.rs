@@ -5,11 +5,9 @@
 
 use std::marker::PhantomData;
 use std::ops::Range;
-use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 
 use crate::census::Entry;
-use crate::clock::{Access, Claim};
+use crate::clock::{Access, Claim, Epoch};
 use crate::device::{PIECE_BYTES, Pass};
 use crate::{Category, Device, Element, Error, Name, Stream, Ticket};
 
@@ -63,7 +61,7 @@ impl<D: Device> Block<D> {
         device: &D,
         (category, owner): (Category, Name),
         bytes: usize,
-        epoch: Arc<AtomicU64>,
+        epoch: Epoch,
     ) -> Result<Self, Error> {
         device.reclaim();
         let memory = device.obtain(bytes, Pass(())).map_err(|error| match error {
@@ -101,11 +99,15 @@ impl<D: Device> Block<D> {
     ) -> Result<Ticket, Error> {
         self.part(first, bytes.len())?;
         let use_ = Use::new("written buffer", self.region, Access::Write, self.claim.clone());
-        stream.submit(std::iter::once(&use_), |device, queue| {
+        let sent = stream.submit(std::iter::once(&use_), |device, queue| {
             // In pieces that fit the parameters of a launch, so that no staging memory has to outlive the call.
             bytes.chunks(PIECE_BYTES).enumerate().try_for_each(|(i, piece)| {
                 device.write(queue, self.part(first + i * PIECE_BYTES, piece.len())?, piece)
             })
+        });
+        sent.map_err(|error| match error {
+            Error::Busy { .. } => Error::Busy { what: self.name().clone() },
+            other => other,
         })
     }
 
@@ -189,8 +191,8 @@ impl<T: Element, D: Device> Buffer<T, D> {
         (category, owner): (Category, impl Into<Name>),
         len: usize,
     ) -> Result<Self, Error> {
-        let (owner, bytes) = (owner.into(), len.saturating_mul(T::DTYPE.bytes()));
-        let block = Block::new(device, (category, owner), bytes, Arc::default())?;
+        let (owner, bytes) = (owner.into(), bytes_of::<T>(len));
+        let block = Block::new(device, (category, owner), bytes, Epoch::default())?;
         Ok(Self { block, element: PhantomData })
     }
 
@@ -202,7 +204,7 @@ impl<T: Element, D: Device> Buffer<T, D> {
         first: usize,
         values: &[T::Raw],
     ) -> Result<Ticket, Error> {
-        self.block.write_on(stream, first * T::DTYPE.bytes(), bytemuck::cast_slice(values))
+        self.block.write_on(stream, bytes_of::<T>(first), bytemuck::cast_slice(values))
     }
 
     /// Rewrites the contents from the host, from the first element on.
@@ -212,7 +214,7 @@ impl<T: Element, D: Device> Buffer<T, D> {
 
     /// Rewrites `values.len()` elements from element `first` on.
     pub fn write_at(&mut self, first: usize, values: &[T::Raw]) -> Result<(), Error> {
-        self.block.write(first * T::DTYPE.bytes(), bytemuck::cast_slice(values))
+        self.block.write(bytes_of::<T>(first), bytemuck::cast_slice(values))
     }
 
     /// Copies the contents to the host.
@@ -224,7 +226,7 @@ impl<T: Element, D: Device> Buffer<T, D> {
 
     /// Copies `into.len()` elements from element `first` on; allocates nothing.
     pub fn read_into(&self, first: usize, into: &mut [T::Raw]) -> Result<(), Error> {
-        self.block.read(first * T::DTYPE.bytes(), bytemuck::cast_slice_mut(into))
+        self.block.read(bytes_of::<T>(first), bytemuck::cast_slice_mut(into))
     }
 
     /// A right to it that borrows nothing and is checked at each use.
@@ -280,13 +282,17 @@ impl<T: Element, D> Lease<T, D> {
 
     /// A part of it, in elements.
     pub fn part(&self, range: Range<usize>) -> Result<Self, Error> {
-        let size = T::DTYPE.bytes();
-        let (first, len) = (range.start * size, range.len() * size);
-        let (needed, given) = (first + len, self.region.bytes);
+        let (first, len) = (bytes_of::<T>(range.start), bytes_of::<T>(range.len()));
+        let (needed, given) = (first.saturating_add(len), self.region.bytes);
         let what = || Error::Size { what: "part of a lease".into(), needed, given };
         let region = self.region.part(first, len).ok_or_else(what)?;
         Ok(Self { region, claim: self.claim.clone(), of: PhantomData })
     }
+}
+
+/// Bytes of `len` elements. Saturates: a length that no memory has is refused as too large, not taken for a small one.
+pub(crate) fn bytes_of<T: Element>(len: usize) -> usize {
+    len.saturating_mul(T::DTYPE.bytes())
 }
 
 /// An operand that is read, by borrow (`From<&Buffer>`) or by lease (`From<&Lease>`, then `'static`).
@@ -319,7 +325,19 @@ impl<T, D> From<&Lease<T, D>> for Output<'static, T, D> {
     }
 }
 
+/// A right to read may be given to several calls.
+impl<T, D> Clone for Input<'_, T, D> {
+    fn clone(&self) -> Self {
+        Self(self.0.clone(), PhantomData)
+    }
+}
+
 impl<T: Element, D> Input<'_, T, D> {
+    /// A part of it, in elements.
+    pub fn part(&self, range: Range<usize>) -> Result<Self, Error> {
+        Ok(Self(self.0.part(range)?, PhantomData))
+    }
+
     /// Elements.
     pub fn len(&self) -> usize {
         self.0.len()
@@ -395,7 +413,7 @@ impl<'a> Uses<'a> {
         input: Input<'a, T, D>,
         needed: usize,
     ) -> Result<Region, Error> {
-        self.push(what, Access::Read, input.0, needed.saturating_mul(T::DTYPE.bytes()))
+        self.push(what, Access::Read, input.0, bytes_of::<T>(needed))
     }
 
     /// Declares an output of at least `needed` elements.
@@ -405,7 +423,7 @@ impl<'a> Uses<'a> {
         output: Output<'a, T, D>,
         needed: usize,
     ) -> Result<Region, Error> {
-        self.push(what, Access::Write, output.0, needed.saturating_mul(T::DTYPE.bytes()))
+        self.push(what, Access::Write, output.0, bytes_of::<T>(needed))
     }
 
     pub(crate) fn push<T, D>(

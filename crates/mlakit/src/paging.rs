@@ -2,15 +2,14 @@
 
 use std::fmt;
 use std::marker::PhantomData;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 
 use serde::{Deserialize, Serialize};
 
-use crate::clock::{Access, Claim};
+use crate::clock::{Access, Claim, Epoch};
 use crate::memory::{Block, Use, Uses};
+use crate::op::spec::within;
 use crate::record::RecordLayout;
-use crate::{Category, Device, Error, Lease, Name, Region, Stream, Ticket};
+use crate::{Category, Device, Error, Name, Region, Stream, Ticket};
 
 /// What of a pool a `Spec` may name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -22,8 +21,9 @@ pub struct PageGeometry {
 }
 
 impl PageGeometry {
-    /// Checks the page size.
+    /// Checks the page size and the width of the record, so that a page has at least one byte and its bytes can be counted.
     pub fn check(self) -> Result<Self, Error> {
+        within("record_width", self.record.width, 1, 1 << 16)?;
         let size = self.page_size;
         if size == 1 || (size > 0 && size.is_multiple_of(16) && size <= 1 << 16) {
             return Ok(self);
@@ -50,7 +50,7 @@ pub struct Pages<D: Device> {
     kind: (Category, Name),
     geometry: PageGeometry,
     page_stride_bytes: usize,
-    epoch: Arc<AtomicU64>,
+    epoch: Epoch,
     pages: Option<Block<D>>,
 }
 
@@ -91,7 +91,7 @@ impl<D: Device> Pages<D> {
                 given: page_stride_bytes,
             });
         }
-        let (device, epoch) = (device.clone(), Arc::default());
+        let (device, epoch) = (device.clone(), Epoch::default());
         let mut pool = Self { device, kind, geometry, page_stride_bytes, epoch, pages: None };
         pool.refill(pages)?;
         Ok(pool)
@@ -133,7 +133,7 @@ impl<D: Device> Pages<D> {
 
     /// Rises at each release.
     pub fn epoch(&self) -> u64 {
-        self.epoch.load(SeqCst)
+        self.epoch.now()
     }
 
     /// The geometry, which survives a release.
@@ -168,7 +168,11 @@ impl<D: Device> Pages<D> {
 pub struct PoolView<D: Device> {
     block: Block<D>,
     geometry: PageGeometry,
+    /// The view as it is read by kernels. Its claim is renewed at each `bind`.
+    view: Use,
+    /// The pages behind it, as they are read or written by kernels.
     pool: Option<Use>,
+    access: Access,
 }
 
 /// Bytes of a view. `[0, 8)` address of page 0, `[8, 16)` pages, `[16, 24)` page stride in bytes, all u64 little-endian; the rest is
@@ -216,17 +220,26 @@ impl<D: Device> PoolView<D> {
         kind: (Category, Name),
         geometry: PageGeometry,
     ) -> Result<Self, Error> {
-        let block = Block::new(device, kind, VIEW_BYTES, Arc::default())?;
-        Ok(Self { block, geometry: geometry.check()?, pool: None })
+        let geometry = geometry.check()?;
+        let block = Block::new(device, kind, VIEW_BYTES, Epoch::default())?;
+        let view = Use::new("view", block.region, Access::Read, block.claim.clone());
+        Ok(Self { block, geometry, view, pool: None, access: Access::Read })
     }
 
     /// Points it at a pool, for the work enqueued from now on. Work enqueued before reads the old words, and the old pages live until
-    /// it is done.
+    /// it is done. Leases of the view end here: they would number the pages that the view showed before.
+    ///
+    /// # Errors
+    /// A refusal (`Busy`, another geometry or device, a released pool) leaves the view as it was; after a failure of the device it is
+    /// `Unbound`, because nobody knows what it holds.
     pub fn bind(&mut self, stream: &mut Stream<'_, D>, pool: &Pages<D>) -> Result<Ticket, Error> {
         let (needed, given) = (self.geometry, pool.geometry);
         if needed != given {
             let (needed, given) = (needed.to_string(), given.to_string());
             return Err(Error::PageGeometry { needed, given });
+        }
+        if pool.device.keeper().id() != stream.device().keeper().id() {
+            return Err(Error::Foreign { what: "pool" });
         }
         let pages = pool.block()?;
         let words = ViewWords {
@@ -234,8 +247,15 @@ impl<D: Device> PoolView<D> {
             pages: (pages.region.bytes() / pool.page_stride_bytes) as u64,
             page_stride_bytes: pool.page_stride_bytes as u64,
         };
-        let ticket = self.block.write_on(stream, 0, &words.to_bytes())?;
-        self.pool = Some(Use::new("pool", pages.region, Access::Read, pages.claim.clone()));
+        let to = self.view.region.part(0, ViewWords::BYTES).expect("a view has these bytes");
+        let written = Use { access: Access::Write, ..self.view.clone() };
+        let (view, bound) = (&mut self.view, &mut self.pool);
+        let ticket = stream.submit(std::iter::once(&written), |device, queue| {
+            view.claim.renew();
+            *bound = None;
+            device.write(queue, to, &words.to_bytes())
+        })?;
+        self.pool = Some(Use::new("pool", pages.region, self.access, pages.claim.clone()));
         Ok(ticket)
     }
 
@@ -254,35 +274,40 @@ impl<D: Device> PoolView<D> {
         self.geometry
     }
 
-    pub(crate) fn pool(&self) -> Option<&Use> {
-        self.pool.as_ref()
+    /// Some call of the graph that owns the view writes its pages.
+    pub(crate) fn mark_written(&mut self) {
+        self.access = Access::Write;
     }
 
-    pub(crate) fn pool_mut(&mut self) -> Option<&mut Use> {
-        self.pool.as_mut()
+    /// What a replay uses: the view, and the pages behind it.
+    pub(crate) fn uses(&self) -> [Option<&Use>; 2] {
+        [Some(&self.view), self.pool.as_ref()]
+    }
+
+    pub(crate) fn is_bound(&self) -> bool {
+        self.pool.is_some()
     }
 
     pub(crate) fn claim(&self) -> &Claim {
-        &self.block.claim
+        &self.view.claim
     }
 
     pub(crate) fn region(&self) -> Region {
         self.block.region
     }
 
-    /// The view as an operand of a graph that owns it: the pool is looked up at each replay.
+    /// The view as an operand of a graph that owns it: view and pool are looked up at each replay.
     pub(crate) fn of_graph(&self) -> Cache<'static, D> {
-        let (view, geometry) = (self.block.lease(), self.geometry);
-        Cache { view, geometry, pool: Pool::OfGraph, borrow: PhantomData }
+        Cache { pool: Pool::OfGraph, ..self.lease() }
     }
 }
 
 /// The cache operand of an operation that reads: a view, and the pool behind it.
 pub struct Cache<'a, D> {
-    view: Lease<u8, D>,
+    view: Use,
     geometry: PageGeometry,
     pool: Pool,
-    borrow: PhantomData<&'a ()>,
+    borrow: PhantomData<(&'a (), fn() -> D)>,
 }
 
 /// The cache operand of an operation that writes.
@@ -318,8 +343,8 @@ impl<'a, D> CacheMut<'a, D> {
 
 impl<'a, D: Device> From<&'a PoolView<D>> for Cache<'a, D> {
     fn from(view: &'a PoolView<D>) -> Self {
-        let (lease, pool) = (view.block.lease(), Pool::Bound(view.pool.clone()));
-        Self { view: lease, geometry: view.geometry, pool, borrow: PhantomData }
+        let pool = Pool::Bound(view.pool.clone());
+        Self { view: view.view.clone(), geometry: view.geometry, pool, borrow: PhantomData }
     }
 }
 
@@ -362,9 +387,12 @@ impl<'a> Uses<'a> {
             let (needed, given) = (needed.to_string(), given.to_string());
             return Err(Error::PageGeometry { needed, given });
         }
-        let view = self.push(what, Access::Read, cache.view, ViewWords::BYTES)?;
+        let view = cache.view.region;
         match cache.pool {
-            Pool::Bound(pool) => self.add(Use { access, ..pool.ok_or(Error::Unbound)? })?,
+            Pool::Bound(pool) => {
+                self.add(Use { what, ..cache.view })?;
+                self.add(Use { access, ..pool.ok_or(Error::Unbound)? })?;
+            }
             Pool::OfGraph => {
                 let free = self.graph_views.iter_mut().find(|place| place.is_none());
                 *free.expect("no operation has more than two caches") = Some((view, access));

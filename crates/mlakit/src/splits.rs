@@ -1,8 +1,8 @@
 //! How one row's keys are divided.
 //!
 //! A row attends to the positions `[low, high)`. Blocks of [`BLOCK`] absolute positions are never divided. `Auto` and `Count` balance:
-//! of the blocks that the row touches now, each split gets the same number (the last ones fewer or none). `FixedTokens` cuts at
-//! multiples of a fixed number of absolute positions, so that a row's bits do not depend on anything else.
+//! of the blocks that some row of the request touches now, each split gets the same number (the last ones fewer or none).
+//! `FixedTokens` cuts at multiples of a fixed number of absolute positions, so that a row's bits do not depend on anything else.
 
 use std::ops::Range;
 
@@ -116,21 +116,21 @@ impl Division {
         Self { splits, fixed_tokens }
     }
 
-    /// The positions of split `split` of a row that attends to `keys`; may be empty.
-    pub fn range(self, keys: &Range<usize>, split: usize) -> Range<usize> {
+    /// The positions of split `split` of a row that attends to `keys`, of a request whose rows attend to `span` taken together; may be
+    /// empty.
+    pub fn range(self, span: &Range<usize>, keys: &Range<usize>, split: usize) -> Range<usize> {
         let (first, step) = match self.fixed_tokens {
             Some(tokens) => (keys.start / tokens * tokens, tokens),
             None => {
-                let first = keys.start / BLOCK;
-                let blocks = keys.end.div_ceil(BLOCK).saturating_sub(first);
+                let first = span.start / BLOCK;
+                let blocks = span.end.div_ceil(BLOCK).saturating_sub(first);
                 (first * BLOCK, blocks.div_ceil(self.splits.max(1)).max(1) * BLOCK)
             }
         };
         let begin = first.saturating_add(split.saturating_mul(step));
-        let end = begin.saturating_add(step);
-        // The last split of a fixed division that is out of room takes nothing more: lengths are clamped to the capacity.
-        let begin = begin.clamp(keys.start, keys.end.max(keys.start));
-        begin..end.clamp(begin, keys.end.max(begin))
+        let end = begin.saturating_add(step).min(keys.end);
+        let begin = begin.max(keys.start);
+        begin..end.max(begin)
     }
 }
 
@@ -153,7 +153,7 @@ mod tests {
                     let keys = window.map_or(0, |w| high.max(w) - w)..high;
                     let mut next = keys.start;
                     for split in 0..division.splits {
-                        let range = division.range(&keys, split);
+                        let range = division.range(&keys, &keys, split);
                         if range.is_empty() {
                             continue;
                         }

@@ -3,7 +3,7 @@
 use std::marker::PhantomData;
 use std::sync::atomic::Ordering::Relaxed;
 
-use crate::clock::{STREAMS, Signal};
+use crate::clock::{Claim, STREAMS, Signal};
 use crate::device::Pass;
 use crate::memory::Use;
 use crate::{Device, Error, Ticket};
@@ -36,12 +36,15 @@ impl<'s, D: Device> Stream<'s, D> {
 }
 
 impl<D: Device> Stream<'_, D> {
-    /// Work enqueued from now on comes after all that `other` has been given so far.
+    /// Work enqueued from now on comes after all that `other` has been given, and made to wait for, so far.
+    ///
+    /// The wait is a submission of its own, so that a third stream which waits for this one waits for `other` too, even if this one was
+    /// given nothing in between.
     pub fn wait_for(&mut self, other: &Stream<'_, D>) -> Result<(), Error> {
         if other.device.keeper().id() != self.device.keeper().id() {
             return Err(Error::Foreign { what: "stream" });
         }
-        self.device.after(&mut self.queue, other.last())?;
+        self.submit(std::iter::empty(), |device, queue| device.after(queue, other.last()))?;
         for (mine, theirs) in self.seen.iter_mut().zip(other.seen) {
             *mine = theirs.max(*mine);
         }
@@ -89,7 +92,7 @@ impl<D: Device> Stream<'_, D> {
         };
         uses.clone().try_for_each(check)?;
         let ticket = Ticket { stream: self.index, number: self.issued + 1 };
-        uses.clone().for_each(|u| u.claim.stamp(ticket, u.access));
+        Claim::stamp(ticket, uses.clone().map(|u| (&u.claim, u.access)));
         let sent = uses.clone().try_for_each(check);
         keeper.counters().submitted.fetch_add(1, Relaxed);
         self.issued = ticket.number;
@@ -104,5 +107,87 @@ impl<D: Device> Stream<'_, D> {
 impl<D: Device> Drop for Stream<'_, D> {
     fn drop(&mut self) {
         self.device.keeper().clocks().detach(self.index, self.issued);
+    }
+}
+
+#[cfg(all(test, feature = "sim"))]
+mod tests {
+    use std::cell::{Cell, RefCell};
+
+    use super::*;
+    use crate::clock::{Access, Epoch};
+    use crate::memory::Block;
+    use crate::sim::{Fault, Late};
+    use crate::{Category, Name};
+
+    fn pool(device: &Late) -> Block<Late> {
+        Block::new(device, (Category::Cache, Name::from("pool")), 16, Epoch::default()).unwrap()
+    }
+
+    fn written(block: &Block<Late>) -> Use {
+        Use::new("pool", block.region, Access::Write, block.claim.clone())
+    }
+
+    /// A release that falls between the passes of `submit`, as another thread's would: before the numbers are written (then the
+    /// memory is gone at once and the submission must notice), and after (then the memory must wait).
+    #[test]
+    fn a_release_between_the_passes_is_seen_by_one_side() {
+        for pass in [2, 3] {
+            let device = Late::new(1);
+            let caller = device.own_stream().unwrap();
+            let mut stream = device.stream(&caller).unwrap();
+            let block = pool(&device);
+            let (region, use_) = (block.region, written(&block));
+            let (owner, passes) = (RefCell::new(Some(block)), Cell::new(0));
+            let uses = std::iter::once(&use_).inspect(|_| {
+                passes.set(passes.get() + 1);
+                if passes.get() == pass {
+                    owner.take();
+                }
+            });
+            let sent = stream.submit(uses, |device, queue| device.write(queue, region, &[7]));
+            assert_eq!(sent, Err(Error::StaleEpoch { held: 0, current: 1 }));
+            let waits = if pass == 2 { 0 } else { 16 };
+            assert_eq!(device.census().live(Category::Retiring), waits, "pass {pass}");
+            caller.pump(usize::MAX);
+            assert_eq!(device.census().lines(), []);
+            assert_eq!((device.violations(), device.blocks()), (0, 0));
+        }
+    }
+
+    /// A device that fails half way: what it may have enqueued keeps its memory.
+    #[test]
+    fn a_failed_launch_still_counts() {
+        let device = Late::new(1);
+        let caller = device.own_stream().unwrap();
+        let mut stream = device.stream(&caller).unwrap();
+        let block = pool(&device);
+        let (region, use_) = (block.region, written(&block));
+        device.inject(Fault::Work(2));
+        let sent = stream.submit(std::iter::once(&use_), |device, queue| {
+            device.write(queue, region, &[7])?;
+            device.write(queue, region, &[8])
+        });
+        assert!(matches!(sent, Err(Error::Device { .. })));
+        drop(block);
+        assert_eq!(device.census().live(Category::Retiring), 16);
+        caller.pump(usize::MAX);
+        assert_eq!((device.census().live(Category::Retiring), device.violations()), (0, 0));
+    }
+
+    /// A refused use leaves no number behind, so a loop of stale calls does not keep what is gone alive.
+    #[test]
+    fn a_refused_submission_numbers_nothing() {
+        let device = Late::new(1);
+        let caller = device.own_stream().unwrap();
+        let mut stream = device.stream(&caller).unwrap();
+        let (old, live) = (pool(&device), pool(&device));
+        let uses = [written(&live), written(&old)];
+        drop(old);
+        let sent = stream.submit(uses.iter(), |_, _| panic!("enqueued"));
+        assert_eq!(sent, Err(Error::StaleEpoch { held: 0, current: 1 }));
+        assert_eq!(stream.last().number(), 0);
+        drop((live, uses));
+        assert_eq!(device.census().lines(), [], "and nothing is retiring");
     }
 }

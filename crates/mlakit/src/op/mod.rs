@@ -11,15 +11,25 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::census::Entry;
-use crate::clock::{Access, Claim};
+use crate::clock::{Access, Claim, Epoch};
 use crate::memory::{Use, Uses};
 use crate::scratch::{Layout, RegionSpec};
 use crate::{Category, Choice, Device, Error, Name, Region, Runs, Stream, Ticket};
 
+pub mod activation;
 pub mod dense;
+pub mod embed;
+pub mod layer;
+pub mod linear;
 pub mod merge;
+pub mod norm;
 pub mod projection;
+pub mod rotary;
+pub mod route;
+pub mod sample;
 pub mod spec;
+#[cfg(feature = "sim")]
+pub mod toy;
 pub mod warm;
 pub mod writer;
 
@@ -175,7 +185,7 @@ impl<O: Op, D: Runs<O>> Loaded<O, D> {
         let code = Some(device.prepare(&plan)?);
         let entry = Self::entry(device);
         device.keeper().census().add(&entry);
-        let claim = Claim::new(device.keeper().standing(Arc::default()));
+        let claim = Claim::new(device.keeper().standing(Epoch::default()));
         Ok(Self { plan, code, claim, entry, device: device.clone() })
     }
 }

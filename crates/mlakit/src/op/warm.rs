@@ -2,7 +2,6 @@
 
 use std::fmt::Debug;
 use std::marker::PhantomData;
-use std::sync::Arc;
 
 use crate::memory::Use;
 use crate::op::{Op, Prepared};
@@ -97,7 +96,7 @@ impl<'w, O: Op, D: Runs<O>> Warm<'w, O, D> {
             .flat_map(|(pool, view)| pool.claim().into_iter().chain([view.claim()]));
         let own: Vec<_> = probes.chain(pools).chain([&self.prepared.loaded.claim]).collect();
         let is_own =
-            |u: &&Use| own.iter().any(|claim| Arc::ptr_eq(&claim.standing, &u.claim.standing));
+            |u: &&Use| own.iter().any(|claim| claim.is_of(&u.claim.standing));
         if let Some(live) = bound.uses.list.iter().flatten().find(|u| !is_own(u)) {
             return Err(Error::Foreign { what: live.what });
         }

@@ -55,9 +55,14 @@ pub struct RecordLayout {
 impl RecordLayout {
     /// Bytes of a record.
     pub fn bytes(self) -> usize {
+        self.bytes_of(self.width)
+    }
+
+    /// Bytes of the first `elements` elements of a record.
+    pub fn bytes_of(self, elements: usize) -> usize {
         match self.format {
-            RecordFormat::Bf16 => bf16::bytes(self.width),
-            RecordFormat::E4m3 => e4m3::bytes(self.width),
+            RecordFormat::Bf16 => bf16::bytes(elements),
+            RecordFormat::E4m3 => e4m3::bytes(elements),
         }
     }
 

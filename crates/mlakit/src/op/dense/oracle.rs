@@ -59,6 +59,14 @@ pub fn oracle(spec: &DenseSpec, division: Division, case: &DenseCase<'_>) -> Den
     Oracle { spec, division, case }.run()
 }
 
+/// From the first to the last position that some row sees; empty where none sees any.
+pub fn span(keys: &[Range<usize>]) -> Range<usize> {
+    let live = || keys.iter().filter(|keys| !keys.is_empty());
+    let first = live().map(|keys| keys.start).min().unwrap_or(0);
+    let end = live().map(|keys| keys.end).max().unwrap_or(0);
+    first..end
+}
+
 struct Oracle<'o> {
     spec: &'o DenseSpec,
     division: Division,
@@ -109,9 +117,11 @@ impl Oracle<'_> {
             requests.push((range, keys, table));
         }
         for (range, keys, table) in requests {
+            let span = span(&keys);
             for (row, keys) in range.zip(keys) {
                 for head in 0..spec.heads {
-                    self.row((row * spec.heads + head, keys.clone()), table, &mut result);
+                    let index = row * spec.heads + head;
+                    self.row(index, (&span, &keys), table, &mut result);
                 }
             }
         }
@@ -120,10 +130,8 @@ impl Oracle<'_> {
 
     /// The entries of a page table that some row of a request needs.
     fn pages(&self, keys: &[Range<usize>]) -> Range<usize> {
-        let live = || keys.iter().filter(|keys| !keys.is_empty());
-        let first = live().map(|keys| keys.start).min().unwrap_or(0);
-        let end = live().map(|keys| keys.end).max().unwrap_or(0);
-        first / self.spec.page_size..end.div_ceil(self.spec.page_size)
+        let span = span(keys);
+        span.start / self.spec.page_size..span.end.div_ceil(self.spec.page_size)
     }
 
     fn page(&self, table: &[i32], index: usize) -> Option<usize> {
@@ -150,11 +158,15 @@ impl Oracle<'_> {
     }
 
     /// One head of one row: every split by itself, then the merge.
-    fn row(&self, (index, keys): (usize, Range<usize>), table: &[i32], result: &mut DenseResult) {
+    fn row(
+        &self,
+        index: usize,
+        (span, keys): (&Range<usize>, &Range<usize>),
+        table: &[i32], result: &mut DenseResult) {
         let spec = self.spec;
         let query: Vec<f64> = (0..spec.qk_width).map(|i| self.query(index, i)).collect();
         let parts: Vec<_> = (0..self.division.splits)
-            .map(|split| self.part(&query, self.division.range(&keys, split), table))
+            .map(|split| self.part(&query, self.division.range(span, keys, split), table))
             .filter(|(_, lse)| *lse > f64::NEG_INFINITY || lse.is_nan())
             .collect();
         let top = parts.iter().map(|(_, lse)| *lse).fold(f64::NEG_INFINITY, f64::max);

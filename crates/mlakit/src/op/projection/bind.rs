@@ -4,7 +4,8 @@ use half::bf16;
 
 use super::plan::Projection;
 use crate::memory::Uses;
-use crate::{Error, Input, Output, Plan, Region, Scratch};
+use crate::op::layer::FloatOutput;
+use crate::{Error, Input, Plan, Region, Scratch};
 
 /// The operands of one call. `R` rows are found from `y`: as many whole rows as end in it, the last one without the gap behind its last
 /// head.
@@ -13,8 +14,8 @@ pub struct ProjectionArgs<'a, D> {
     pub x: Input<'a, bf16, D>,
     /// BF16 `[H, in_width, out_width]`.
     pub weight: Input<'a, bf16, D>,
-    /// BF16 `[R, H, out_width]`, heads `out_stride` apart.
-    pub y: Output<'a, bf16, D>,
+    /// `[R, H, out_width]`, heads `out_stride` apart.
+    pub y: FloatOutput<'a, D>,
     /// As the plan says.
     pub scratch: Scratch<'a, D>,
 }
@@ -60,11 +61,12 @@ impl<'a, D> ProjectionArgs<'a, D> {
             _ => (rows * spec.heads - 1) * stride + width,
         };
         let weights = spec.heads * spec.in_width * spec.out_width;
+        let out_elements = elements(spec.out_stride(), spec.out_width);
         Ok(ProjectionRegions {
             rows,
             x: uses.input("x", self.x, elements(spec.in_stride(), spec.in_width))?,
             weight: uses.input("weight", self.weight, weights)?,
-            y: uses.output("y", self.y, elements(spec.out_stride(), spec.out_width))?,
+            y: self.y.declare("y", (spec.output, out_elements), uses)?,
             scratch: uses.scratch(self.scratch, plan)?,
         })
     }

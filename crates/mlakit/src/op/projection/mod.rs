@@ -7,6 +7,7 @@ mod oracle;
 mod plan;
 mod spec;
 
+pub(crate) use bind::strided_rows;
 pub use bind::{ProjectionArgs, ProjectionRegions};
 pub use oracle::{absorb, oracle};
 pub use plan::Projection;

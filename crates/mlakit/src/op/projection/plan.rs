@@ -6,6 +6,7 @@ use super::bind::{ProjectionArgs, ProjectionRegions};
 use super::oracle::oracle;
 use super::spec::ProjectionSpec;
 use crate::memory::Uses;
+use crate::op::layer::FloatProbe;
 use crate::op::sealed::Sealed;
 use crate::scratch::RegionSpec;
 use crate::{Choice, Device, Error, Op, Plan, Runs, Warm};
@@ -43,11 +44,11 @@ impl Op for Projection {
         let weight: Vec<bf16> =
             (0..spec.heads * spec.in_width * spec.out_width).map(|i| small(i / 3)).collect();
         let values = oracle(&spec, &x, &weight);
-        let mut needed = vec![bf16::from_f32(77.0); rows * spec.heads * spec.out_stride()];
+        let mut needed = vec![77.0f32; rows * spec.heads * spec.out_stride()];
         for (to, from) in
             needed.chunks_exact_mut(spec.out_stride()).zip(values.chunks_exact(spec.out_width))
         {
-            to.iter_mut().zip(from).for_each(|(to, from)| *to = bf16::from_f64(*from));
+            to.iter_mut().zip(from).for_each(|(to, from)| *to = spec.output.round(*from));
         }
         let mut strided = vec![bf16::NAN; rows * spec.heads * spec.in_stride()];
         for (to, from) in
@@ -56,15 +57,15 @@ impl Op for Projection {
             to[..spec.in_width].copy_from_slice(from);
         }
         let (x, weight) = (warm.probe::<bf16>(&strided)?, warm.probe::<bf16>(&weight)?);
-        let mut y = warm.probe::<bf16>(&vec![bf16::from_f32(77.0); needed.len()])?;
+        let mut y = FloatProbe::new(warm, spec.output, &vec![77.0; needed.len()])?;
         let mut scratch = warm.scratch()?;
         warm.run(ProjectionArgs {
             x: (&x).into(),
             weight: (&weight).into(),
-            y: (&mut y).into(),
+            y: y.output(),
             scratch: (&mut scratch).into(),
         })?;
-        let given = warm.read(&y)?;
+        let given = y.read(warm)?;
         Warm::<Self, D>::expect(&needed, &given, |n, g| n == g)
     }
 }

@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
+use crate::op::layer::Float;
 use crate::geometry::{MAX_HEADS, MAX_WIDTH};
 use crate::op::spec::{MAX_ROWS, checked_spec, within};
 
@@ -22,8 +23,15 @@ pub struct ProjectionFields {
     /// From one head of `y` to the next, in elements; `out_width` if absent. What lies between stays as it is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub out_stride: Option<usize>,
+    /// The dtype of `y`.
+    #[serde(default = "narrow")]
+    pub output: Float,
     /// Row capacity.
     pub max_rows: usize,
+}
+
+fn narrow() -> Float {
+    Float::Bf16
 }
 
 checked_spec! {
@@ -45,6 +53,9 @@ impl ProjectionFields {
     fn check(&self) -> Result<(), Error> {
         within("heads", self.heads, 1, MAX_HEADS)?;
         within("in_width", self.in_width, 1, MAX_WIDTH)?;
+        if !self.in_width.is_multiple_of(2) {
+            return Err(Error::contract("in_width", "an even number", self.in_width));
+        }
         within("out_width", self.out_width, 1, MAX_WIDTH)?;
         within("in_stride", self.in_stride(), self.in_width, MAX_WIDTH)?;
         within("out_stride", self.out_stride(), self.out_width, MAX_WIDTH)?;

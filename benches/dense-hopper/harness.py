@@ -1,0 +1,212 @@
+"""Runs the Hopper dense decode kernel from its sources: compile, tensor maps, launch.
+
+Needs PyTorch, nvcc 13.0 and a Hopper GPU. The driver is called through ctypes, as a device of
+mlakit would call it; nothing of the kernel is known to PyTorch.
+"""
+
+import ctypes
+import math
+import pathlib
+import struct
+import subprocess
+import tempfile
+
+import torch
+
+KERNELS = pathlib.Path(__file__).resolve().parents[2] / "crates/mlakit-cuda/kernels"
+SOURCES = ("hopper_ptx.cuh", "dense_work.cuh", "dense_merge.cuh", "hopper_dense_decode.cu")
+TILE_ROWS = 64
+BLOCK_TOKENS = 64
+
+driver = ctypes.CDLL("libcuda.so.1")
+
+
+def check(status, what):
+    if status != 0:
+        text = ctypes.c_char_p()
+        driver.cuGetErrorString(status, ctypes.byref(text))
+        raise RuntimeError(f"{what}: {status} {text.value}")
+
+
+class Attribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_ubyte * 64)]
+
+
+class LaunchConfig(ctypes.Structure):
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(Attribute)),
+        ("count", ctypes.c_uint),
+    ]
+
+
+class Kernel:
+    """One compiled specialisation."""
+
+    def __init__(self, qk=576, value=512, f32=False, tensor_map=True, extra=()):
+        self.qk, self.value, self.f32, self.tensor_map = qk, value, f32, tensor_map
+        self.defines = [
+            f"-DQK_WIDTH={qk}",
+            f"-DVALUE_WIDTH={value}",
+            f"-DPARTIAL_F32={int(f32)}",
+            f"-DUSE_TENSOR_MAP={int(tensor_map)}",
+            *extra,
+        ]
+        self.process = None
+
+    def start_compile(self):
+        self.folder = pathlib.Path(tempfile.mkdtemp())
+        source = self.folder / "kernel.cu"
+        source.write_text("".join((KERNELS / name).read_text() for name in SOURCES))
+        command = ["nvcc", "-std=c++17", "-cubin", "-gencode", "arch=compute_90a,code=sm_90a"]
+        command += [*self.defines, "-o", str(self.folder / "kernel.cubin"), str(source)]
+        self.process = subprocess.Popen(command, stderr=open(self.folder / "log", "w"))
+        return self
+
+    def load(self):
+        if self.process is None:
+            self.start_compile()
+        if self.process.wait() != 0:
+            raise RuntimeError(f"nvcc failed for {self.defines}")
+        torch.zeros(1, device="cuda")
+        module, self.function = ctypes.c_void_p(), ctypes.c_void_p()
+        image = (self.folder / "kernel.cubin").read_bytes()
+        check(driver.cuModuleLoadData(ctypes.byref(module), image), "load")
+        name = b"mlakit_dense_decode"
+        check(driver.cuModuleGetFunction(ctypes.byref(self.function), module, name), "function")
+        address, size = ctypes.c_uint64(), ctypes.c_size_t()
+        check(driver.cuModuleGetGlobal_v2(ctypes.byref(address), ctypes.byref(size), module,
+                                          b"mlakit_dense_decode_shared_bytes"), "shared bytes")
+        word = ctypes.c_int()
+        check(driver.cuMemcpyDtoH_v2(ctypes.byref(word), address, 4), "shared bytes")
+        self.shared = word.value
+        check(driver.cuFuncSetAttribute(self.function, 8, self.shared), "shared memory")
+        local = ctypes.c_int()
+        check(driver.cuFuncGetAttribute(ctypes.byref(local), 3, self.function), "local memory")
+        assert local.value == 0, f"{local.value} bytes of local memory"
+        return self
+
+
+def box_tokens(page_size):
+    return next((n for n in (64, 32, 16) if page_size % n == 0), 0)
+
+
+def pool_view(cache, qk, kernel, promotion=3):
+    """The PoolView of a cache: BF16 [pages, page_size, width], any strides of multiples of 8."""
+    pages, page_size = cache.shape[0], cache.shape[1]
+    page_stride, token_stride = cache.stride(0) * 2, cache.stride(1) * 2
+    words = [0] * 16
+    box = box_tokens(page_size)
+    if kernel.tensor_map:
+        raw = (ctypes.c_ubyte * 256)()
+        address = (ctypes.addressof(raw) + 63) & ~63
+        status = driver.cuTensorMapEncodeTiled(
+            ctypes.c_void_p(address), 9, 3, ctypes.c_void_p(cache.data_ptr()),
+            (ctypes.c_uint64 * 3)(qk, page_size, pages),
+            (ctypes.c_uint64 * 2)(token_stride, page_stride),
+            (ctypes.c_uint32 * 3)(64, box, 1), (ctypes.c_uint32 * 3)(1, 1, 1), 0, 3, promotion, 0)
+        check(status, "tensor map")
+        words = list((ctypes.c_uint64 * 16).from_address(address))
+    image = struct.pack("<19Q26I", *words, cache.data_ptr(), page_stride, token_stride,
+                        pages, *[0] * 25)
+    return torch.frombuffer(bytearray(image), dtype=torch.uint8).cuda()
+
+
+class Problem:
+    """Inputs, outputs and scratch of one launch."""
+
+    def __init__(self, kernel, q, cache, page_table, kv_lens, q_offsets, scale, **options):
+        self.kernel = kernel
+        self.cooperative = options.get("cooperative", True)
+        self.dependent = options.get("dependent", False)
+        rows, heads, _ = q.shape
+        batch, table_width = page_table.shape
+        most = options.get("most_rows") or int((q_offsets[1:] - q_offsets[:-1]).max().item())
+        self.tiles = max(1, -(-most * heads // TILE_ROWS))
+        self.partial_rows = min(TILE_ROWS, max(1, most * heads))
+        sms = torch.cuda.get_device_properties(0).multi_processor_count
+        self.blocks = max(1, min(options.get("blocks") or sms, sms) // self.tiles)
+        fixed = options.get("fixed_tokens", 0) // BLOCK_TOKENS
+        units = int(options.get("units", 0))
+        if fixed and not units:
+            lens = kv_lens.clamp(0, table_width * cache.shape[1])
+            blocks = torch.clamp((lens + BLOCK_TOKENS - 1) // BLOCK_TOKENS, min=1)
+            units = int(((blocks + fixed - 1) // fixed).sum().item())
+        self.slots = units if fixed else 2 * self.blocks
+        device = q.device
+        fill = options.get("poison", 0xFF)
+        size = 4 if kernel.f32 else 2
+        count = self.tiles * self.slots * self.partial_rows
+        self.partials = torch.full((count * kernel.value * size,), fill, dtype=torch.uint8,
+                                   device=device)
+        self.partial_lse = torch.full((count,), math.nan, device=device)
+        self.counters = torch.zeros(self.tiles * batch * 2, dtype=torch.int32, device=device)
+        self.faults = torch.zeros(1, dtype=torch.int32, device=device)
+        self.out = torch.full((rows, heads, kernel.value), math.nan, dtype=torch.bfloat16,
+                              device=device)
+        self.lse = torch.full((rows, heads), math.nan, device=device)
+        self.view = options.get("view")
+        if self.view is None:
+            self.view = pool_view(cache, kernel.qk, kernel)
+        row_lens = options.get("row_kv_lens")
+        self.inputs = (q, cache, page_table, kv_lens, q_offsets, row_lens)
+        pointers = [q, self.out, self.lse, page_table, kv_lens, q_offsets, row_lens, self.view,
+                    self.partials, self.partial_lse, self.counters, self.faults]
+        self.params = struct.pack(
+            "<12Q10i2f", *[0 if t is None else t.data_ptr() for t in pointers], batch, heads,
+            table_width, self.tiles, self.partial_rows, self.slots, fixed, cache.shape[1],
+            box_tokens(cache.shape[1]), int(self.tiles > 1),
+            scale * math.log2(math.e), math.log(2.0))
+
+    def launch(self):
+        block = ctypes.create_string_buffer(self.params, len(self.params))
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(block))
+        # COOPERATIVE, PROGRAMMATIC_STREAM_SERIALIZATION
+        ids = [2] * self.cooperative + [6] * self.dependent
+        attributes = (Attribute * 2)()
+        for attribute, number in zip(attributes, ids):
+            attribute.id = number
+            attribute.value[0] = 1
+        config = LaunchConfig()
+        config.grid[:] = [self.blocks * self.tiles, 1, 1]
+        config.block[:] = [512, 1, 1]
+        config.shared_bytes = self.kernel.shared
+        config.stream = torch.cuda.current_stream().cuda_stream
+        config.attributes = attributes
+        config.count = len(ids)
+        status = driver.cuLaunchKernelEx(ctypes.byref(config), self.kernel.function, arguments,
+                                         None)
+        check(status, "launch")
+
+
+def reference(q, cache, page_table, kv_lens, q_offsets, scale, value, row_kv_lens=None):
+    """Softmax attention in F64 on the same BF16 inputs; ids out of bounds are skipped."""
+    rows, heads, qk = q.shape
+    pages, page_size = cache.shape[0], cache.shape[1]
+    out = torch.zeros(rows, heads, value, dtype=torch.float64, device=q.device)
+    lse = torch.full((rows, heads), -math.inf, dtype=torch.float64, device=q.device)
+    for b in range(page_table.shape[0]):
+        begin, end = int(q_offsets[b]), int(q_offsets[b + 1])
+        length = min(max(int(kv_lens[b]), 0), page_table.shape[1] * page_size)
+        if length == 0 or begin == end:
+            continue
+        ids = page_table[b, : -(-length // page_size)].long()
+        good = (ids >= 0) & (ids < pages)
+        keys = cache[ids.clamp(0, pages - 1), :, :qk].reshape(-1, qk)[:length].double()
+        good = good.repeat_interleave(page_size)[:length]
+        keys = torch.where(good[:, None], keys, 0)
+        scores = torch.einsum("rhd,kd->rhk", q[begin:end].double(), keys) * scale
+        position = torch.arange(length, device=q.device)
+        n = end - begin
+        seen = torch.tensor([length - (n - 1 - i) for i in range(n)], device=q.device)
+        if row_kv_lens is not None:
+            seen = row_kv_lens[begin:end].clamp(0, length)
+        mask = (position[None, :] < seen[:, None]) & good[None, :]
+        scores = scores.masked_fill(~mask[:, None, :], -math.inf)
+        lse[begin:end] = torch.logsumexp(scores, -1)
+        weights = torch.softmax(scores, -1).nan_to_num(0.0)
+        out[begin:end] = torch.einsum("rhk,kv->rhv", weights, keys[:, :value])
+    return out, lse

@@ -1,0 +1,409 @@
+//! The command line.
+
+use std::path::PathBuf;
+
+use clap::{Args as Group, Parser, Subcommand, ValueEnum};
+use mlakit::op::merge::Partial;
+use mlakit::{RecordFormat, Splits};
+use serde::Serialize;
+
+/// Multi-head latent attention: runs, plans and checks its operations.
+#[derive(Debug, Parser)]
+#[command(name = "mlakit", version, arg_required_else_help = true, max_term_width = 100)]
+pub struct Args {
+    /// How results are printed.
+    #[command(flatten)]
+    pub output: OutputArgs,
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// What to do.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Run one operation on the inputs of a case file
+    Op(OpArgs),
+    /// Show what an operation or a model needs; needs no device
+    Plan(PlanArgs),
+    /// Compare this device with the oracle
+    Check(CheckArgs),
+    /// Time dense decode
+    Bench(BenchArgs),
+    /// Show what was found on this machine, and what is used of it
+    Doctor(DoctorArgs),
+}
+
+/// How results are printed.
+#[derive(Clone, Copy, Debug, Group)]
+pub struct OutputArgs {
+    /// How to print results
+    #[arg(long, global = true, value_enum, default_value = "table", conflicts_with = "json")]
+    format: Format,
+    /// Short for --format json
+    #[arg(long, global = true)]
+    json: bool,
+}
+
+impl OutputArgs {
+    /// What was asked for.
+    pub fn format(self) -> Format {
+        if self.json { Format::Json } else { self.format }
+    }
+}
+
+/// A form of a result.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Format {
+    /// For people.
+    Table,
+    /// For programs: one object.
+    Json,
+}
+
+/// The device and what of it to use.
+#[derive(Clone, Debug, Group)]
+pub struct DeviceArgs {
+    /// The device that runs it
+    #[arg(long, value_enum, default_value = "cpu")]
+    pub device: DeviceName,
+    /// Threads of the CPU, instead of MLAKIT_THREADS or every processor there is
+    #[arg(long, value_name = "N", value_parser = whole::<1, MAX_THREADS>)]
+    pub threads: Option<usize>,
+    /// Instructions of the CPU, instead of MLAKIT_ISA or the best there are [scalar, avx2, avx512,
+    /// avx512bf16]
+    #[arg(long, value_name = "NAME")]
+    pub isa: Option<String>,
+}
+
+/// Threads at most.
+pub const MAX_THREADS: usize = 1024;
+
+/// A device by name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum DeviceName {
+    /// This machine's processor.
+    Cpu,
+    /// An NVIDIA GPU.
+    Cuda,
+}
+
+/// `mlakit op`.
+#[derive(Debug, Group)]
+pub struct OpArgs {
+    /// The operation: dense, merge, writer or projection
+    pub operation: String,
+    /// The case file
+    #[arg(long, value_name = "IN.safetensors")]
+    pub case: PathBuf,
+    /// Where its outputs go
+    #[arg(long, value_name = "OUT.safetensors")]
+    pub out: PathBuf,
+    /// Capture it once, replay it N times, and compare each replay with the eager run, bit by bit
+    #[arg(long, value_name = "N", value_parser = whole::<1, 1_000_000>, conflicts_with = "oracle")]
+    pub replay: Option<usize>,
+    /// Run the f64 oracle instead of a device
+    #[arg(long)]
+    pub oracle: bool,
+    /// The device.
+    #[command(flatten)]
+    pub device: DeviceArgs,
+}
+
+/// `mlakit plan`.
+#[derive(Debug, Group)]
+#[command(group = clap::ArgGroup::new("what").required(true).args(["op", "config"]))]
+pub struct PlanArgs {
+    /// Plan an operation: dense, merge, writer or projection
+    #[arg(long, value_name = "NAME", requires = "spec")]
+    pub op: Option<String>,
+    /// Its Spec: a JSON object, or @ and the file that holds it
+    #[arg(long, value_name = "JSON|@FILE", requires = "op")]
+    pub spec: Option<String>,
+    /// Plan a model: its config.json, or the folder that holds it
+    #[arg(long, value_name = "PATH", conflicts_with = "spec")]
+    pub config: Option<PathBuf>,
+    /// Query heads of a layer, instead of the config's
+    #[arg(long, value_name = "N", requires = "config", value_parser = whole::<1, 65_536>)]
+    pub heads: Option<usize>,
+    /// Devices that share the weights; each keeps the whole latent cache
+    #[arg(long, value_name = "N", requires = "config", value_parser = whole::<1, 4096>)]
+    pub tp: Option<usize>,
+    /// Memory of each device, in GiB
+    #[arg(long, value_name = "GIB", requires = "config", value_parser = positive)]
+    pub memory_gib: Option<f64>,
+    /// Bits of a stored weight
+    #[arg(long, value_name = "N", requires = "config", value_parser = whole::<1, 64>)]
+    pub weight_bits: Option<usize>,
+    /// The record format of the cache [default: bf16]
+    #[arg(long, value_name = "FORMAT", requires = "config", value_parser = record)]
+    pub record: Option<RecordFormat>,
+    /// Tokens of a page [default: 64]
+    #[arg(long, value_name = "N", requires = "config", value_parser = whole::<1, 65_536>)]
+    pub page_size: Option<usize>,
+    /// The device that it is planned for; it need not be there.
+    #[command(flatten)]
+    pub device: DeviceArgs,
+}
+
+/// `mlakit check`.
+#[derive(Debug, Group)]
+pub struct CheckArgs {
+    /// Only a part of the cases, in a second or two
+    #[arg(long)]
+    pub quick: bool,
+    /// Only the cases of this operation
+    #[arg(long, value_name = "NAME")]
+    pub op: Option<String>,
+    /// The device.
+    #[command(flatten)]
+    pub device: DeviceArgs,
+}
+
+/// `mlakit bench`.
+#[derive(Debug, Group)]
+pub struct BenchArgs {
+    /// Query heads, one or several
+    #[arg(long, value_name = "N,..", value_delimiter = ',', default_value = "16,128")]
+    #[arg(value_parser = whole::<1, 16_384>)]
+    pub heads: Vec<usize>,
+    /// Cached tokens of a request, one or several
+    #[arg(long, value_name = "N,..", value_delimiter = ',', default_value = "4096,32768")]
+    #[arg(value_parser = whole::<1, { 1 << 30 }>)]
+    pub tokens: Vec<usize>,
+    /// Query rows of a request
+    #[arg(long, value_name = "N", default_value = "1", value_parser = whole::<1, 65_536>)]
+    pub rows: usize,
+    /// Requests
+    #[arg(long, value_name = "N", default_value = "1", value_parser = whole::<1, 65_536>)]
+    pub batch: usize,
+    /// Elements of a query and a key
+    #[arg(long, value_name = "N", default_value = "576", value_parser = whole::<2, 8192>)]
+    pub qk_width: usize,
+    /// Elements of a value
+    #[arg(long, value_name = "N", default_value = "512", value_parser = whole::<2, 8192>)]
+    pub value_width: usize,
+    /// Tokens of a page
+    #[arg(long, value_name = "N", default_value = "64", value_parser = whole::<1, 65_536>)]
+    pub page_size: usize,
+    /// The record format of the cache
+    #[arg(long, value_name = "FORMAT", default_value = "bf16", value_parser = record)]
+    pub record: RecordFormat,
+    /// The dtype of split results [bf16, f32]
+    #[arg(long, value_name = "DTYPE", default_value = "bf16", value_parser = partial)]
+    pub partial: Partial,
+    /// How a row's keys are divided: auto, a number, or fixed:TOKENS
+    #[arg(long, value_name = "SPLITS", default_value = "auto", value_parser = splits)]
+    pub splits: Splits,
+    /// Timed runs of each shape
+    #[arg(long, value_name = "N", default_value = "25", value_parser = whole::<1, 100_000>)]
+    pub samples: usize,
+    /// The device.
+    #[command(flatten)]
+    pub device: DeviceArgs,
+}
+
+/// `mlakit doctor`.
+#[derive(Debug, Group)]
+pub struct DoctorArgs {
+    /// The device that would be used.
+    #[command(flatten)]
+    pub device: DeviceArgs,
+}
+
+/// `mlakit run`.
+#[derive(Debug, Group)]
+pub struct RunArgs {
+    /// The prompts; several are generated together
+    #[arg(value_name = "PROMPT")]
+    pub prompts: Vec<String>,
+    /// One more prompt; may be repeated
+    #[arg(long = "prompt", value_name = "TEXT")]
+    pub more_prompts: Vec<String>,
+    /// The model: a folder of a Hugging Face checkpoint, instead of the embedded one
+    #[arg(long, value_name = "DIR")]
+    pub model: Option<PathBuf>,
+    /// Tokens to generate for each prompt
+    #[arg(long, value_name = "N", default_value = "128", value_parser = whole::<1, { 1 << 24 }>)]
+    pub tokens: usize,
+    /// 0 takes the most likely token; above it, tokens are drawn
+    #[arg(long, value_name = "T", default_value = "0", value_parser = at_least_zero)]
+    pub temperature: f32,
+    /// What the draws begin from
+    #[arg(long, value_name = "N", default_value = "0")]
+    pub seed: u64,
+    /// The record format of the cache
+    #[arg(long, value_name = "FORMAT", default_value = "bf16", value_parser = record)]
+    pub record: RecordFormat,
+    /// The dtype of split results [bf16, f32]
+    #[arg(long, value_name = "DTYPE", default_value = "bf16", value_parser = partial)]
+    pub partial: Partial,
+    /// How a row's keys are divided: auto, a number, or fixed:TOKENS
+    #[arg(long, value_name = "SPLITS", default_value = "auto", value_parser = splits)]
+    pub splits: Splits,
+    /// Whether sparse layers select their keys (auto) or see all of them (dense)
+    #[arg(long, value_enum, default_value = "auto")]
+    pub attention: Attention,
+    /// The device.
+    #[command(flatten)]
+    pub device: DeviceArgs,
+}
+
+/// `mlakit layer`.
+#[derive(Debug, Group)]
+pub struct LayerArgs {
+    /// The model: a folder of a Hugging Face checkpoint
+    #[arg(long, value_name = "DIR")]
+    pub model: PathBuf,
+    /// The layer, from 0
+    #[arg(long, value_name = "N")]
+    pub layer: usize,
+    /// The inputs
+    #[arg(long, value_name = "IN.safetensors")]
+    pub input: PathBuf,
+    /// Where its outputs go
+    #[arg(long, value_name = "OUT.safetensors")]
+    pub out: PathBuf,
+    /// Feed each sequence N tokens at a time through the paged cache
+    #[arg(long, value_name = "N", value_parser = whole::<1, { 1 << 24 }>)]
+    pub chunk: Option<usize>,
+    /// The record format of the cache
+    #[arg(long, value_name = "FORMAT", default_value = "bf16", value_parser = record)]
+    pub record: RecordFormat,
+    /// The record format of the index keys
+    #[arg(long, value_name = "FORMAT")]
+    pub index_record: Option<String>,
+    /// The dtype of split results [bf16, f32]
+    #[arg(long, value_name = "DTYPE", default_value = "bf16", value_parser = partial)]
+    pub partial: Partial,
+    /// The oracle in f64, or the device's kernels
+    #[arg(long, value_enum, default_value = "bf16")]
+    pub precision: Precision,
+    /// The device.
+    #[command(flatten)]
+    pub device: DeviceArgs,
+}
+
+/// `mlakit eval`.
+#[derive(Debug, Group)]
+pub struct EvalArgs {
+    /// The text
+    pub file: PathBuf,
+    /// The model: a folder of a Hugging Face checkpoint, instead of the embedded one
+    #[arg(long, value_name = "DIR")]
+    pub model: Option<PathBuf>,
+    /// The record format of the cache
+    #[arg(long, value_name = "FORMAT", default_value = "bf16", value_parser = record)]
+    pub record: RecordFormat,
+    /// Only this many tokens of the text
+    #[arg(long, value_name = "N", value_parser = whole::<1, { 1 << 30 }>)]
+    pub tokens: Option<usize>,
+    /// Whether sparse layers select their keys (auto) or see all of them (dense)
+    #[arg(long, value_enum, default_value = "auto")]
+    pub attention: Attention,
+    /// The dtype of split results [bf16, f32]
+    #[arg(long, value_name = "DTYPE", default_value = "bf16", value_parser = partial)]
+    pub partial: Partial,
+    /// The device.
+    #[command(flatten)]
+    pub device: DeviceArgs,
+}
+
+/// What sparse layers attend to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Attention {
+    /// What their indexer selects.
+    Auto,
+    /// Every visible key.
+    Dense,
+}
+
+/// What computes a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Precision {
+    /// The oracle.
+    F64,
+    /// The device's kernels.
+    Bf16,
+}
+
+/// A whole number within bounds.
+pub(crate) fn whole<const LOW: usize, const HIGH: usize>(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(value) if (LOW..=HIGH).contains(&value) => Ok(value),
+        _ => Err(format!("needed a whole number from {LOW} to {HIGH}")),
+    }
+}
+
+fn positive(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(value) if value.is_finite() && value > 0.0 => Ok(value),
+        _ => Err("needed a number above 0".into()),
+    }
+}
+
+fn at_least_zero(text: &str) -> Result<f32, String> {
+    match text.parse::<f32>() {
+        Ok(value) if value.is_finite() && value >= 0.0 => Ok(value),
+        _ => Err("needed a finite number, 0 or more".into()),
+    }
+}
+
+fn record(name: &str) -> Result<RecordFormat, String> {
+    RecordFormat::parse(name).map_err(|error| error.to_string())
+}
+
+fn partial(name: &str) -> Result<Partial, String> {
+    match name {
+        "bf16" => Ok(Partial::Bf16),
+        "f32" => Ok(Partial::F32),
+        _ => Err("needed bf16 or f32".into()),
+    }
+}
+
+fn splits(text: &str) -> Result<Splits, String> {
+    let number = |text: &str| text.parse().ok().filter(|count| *count > 0);
+    match text.strip_prefix("fixed:") {
+        None if text == "auto" => Some(Splits::Auto),
+        None => number(text).map(Splits::Count),
+        Some(tokens) => {
+            number(tokens).filter(|tokens| tokens.is_multiple_of(64)).map(Splits::FixedTokens)
+        }
+    }
+    .ok_or_else(|| "needed auto, a number from 1, or fixed:TOKENS with a multiple of 64".into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Args::command().debug_assert();
+    }
+
+    #[test]
+    fn the_model_commands_are_consistent_too() {
+        let named = clap::Command::new;
+        LayerArgs::augment_args(named("layer")).debug_assert();
+        EvalArgs::augment_args(named("eval")).debug_assert();
+        let run = RunArgs::augment_args(named("run"));
+        let words = ["run", "a", "b", "--prompt", "c", "--splits", "fixed:128", "--seed", "7"];
+        let matches = run.try_get_matches_from(words).unwrap();
+        let run = <RunArgs as clap::FromArgMatches>::from_arg_matches(&matches).unwrap();
+        assert_eq!((run.prompts.len(), run.more_prompts.len(), run.tokens), (2, 1, 128));
+        assert_eq!((run.splits, run.attention), (Splits::FixedTokens(128), Attention::Auto));
+    }
+
+    #[test]
+    fn splits_have_three_forms() {
+        assert_eq!(splits("auto"), Ok(Splits::Auto));
+        assert_eq!(splits("7"), Ok(Splits::Count(7)));
+        assert_eq!(splits("fixed:256"), Ok(Splits::FixedTokens(256)));
+        for wrong in ["", "0", "-1", "fixed", "fixed:", "fixed:0", "fixed:65", "Auto", "1.5"] {
+            assert!(splits(wrong).is_err(), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,188 @@
+//! `mlakit bench`: how long dense decode takes, replayed from a captured graph.
+
+use std::time::Instant;
+
+use mlakit::op::dense::Dense;
+use mlakit::Runs;
+use serde::Serialize;
+use serde_json::json;
+
+use crate::args::BenchArgs;
+use crate::check::cases::{DenseShape, Query, Shape};
+use crate::device::{self, AnyDevice, Environment};
+use crate::failure::Failure;
+use crate::machine;
+use crate::op::Call;
+use crate::op::session::Session;
+use crate::progress::Progress;
+use crate::report::{self, Report};
+
+/// Replays before the first sample: caches and clocks settle.
+const WARM_UP: usize = 3;
+
+/// One shape that was timed.
+#[derive(Clone, Debug, Serialize)]
+struct Line {
+    heads: usize,
+    tokens: usize,
+    kernel: &'static str,
+    splits: usize,
+    median_ms: f64,
+    min_ms: f64,
+    /// 2 x (qk width + value width) for each head and visible key, at the median.
+    gflops: f64,
+    /// Records of the visible keys, once for each request, at the median.
+    gbytes_per_s: f64,
+    /// Every sample, in the order in which they were taken.
+    samples_ms: Vec<f64>,
+}
+
+/// All shapes.
+#[derive(Clone, Debug, Serialize)]
+struct Timed {
+    device: String,
+    rows: usize,
+    batch: usize,
+    qk_width: usize,
+    value_width: usize,
+    page_size: usize,
+    record: &'static str,
+    partial: mlakit::op::merge::Partial,
+    shapes: Vec<Line>,
+}
+
+impl Report for Timed {
+    fn lines(&self) -> Vec<String> {
+        let rows = self.shapes.iter().map(|line| {
+            vec![
+                line.heads.to_string(),
+                line.tokens.to_string(),
+                line.splits.to_string(),
+                format!("{:.3}", line.median_ms),
+                format!("{:.3}", line.min_ms),
+                format!("{:.1}", line.gflops),
+                format!("{:.2}", line.gbytes_per_s),
+                line.kernel.to_owned(),
+            ]
+        });
+        let header = ["heads", "tokens", "splits", "median ms", "min ms", "GF/s", "GB/s", "kernel"];
+        let Self { rows: each, batch, qk_width, value_width, record, page_size, .. } = self;
+        vec![
+            format!(
+                "{}: {batch} x {each} rows, {qk_width}/{value_width}, {record}, pages of {page_size}",
+                self.device
+            ),
+            report::table(&header, &[0, 1, 2, 3, 4, 5, 6], rows.collect()),
+            "rates are at the median; the cache is read once a request in GB/s".into(),
+        ]
+    }
+}
+
+/// `mlakit bench`.
+///
+/// # Errors
+/// A device that is not there; a shape that is none, or needs more memory than there is.
+pub fn command(
+    args: &BenchArgs,
+    environment: &Environment,
+) -> Result<impl Report + use<>, Failure> {
+    let device = device::open(&args.device, environment)?;
+    let mut progress = Progress::new("bench", args.heads.len() * args.tokens.len());
+    let mut shapes = Vec::new();
+    for tokens in &args.tokens {
+        for heads in &args.heads {
+            progress.step(&format!("{heads} heads, {tokens} tokens"));
+            let shape = (*heads, *tokens);
+            shapes.push(match &device {
+                AnyDevice::Cpu(cpu) => time(args, shape, cpu)?,
+            });
+            progress.done();
+        }
+    }
+    Ok(Timed {
+        device: device.describe(),
+        rows: args.rows,
+        batch: args.batch,
+        qk_width: args.qk_width,
+        value_width: args.value_width,
+        page_size: args.page_size,
+        record: args.record.name(),
+        partial: args.partial,
+        shapes,
+    })
+}
+
+fn time<D: Runs<Dense>>(
+    args: &BenchArgs,
+    (heads, tokens): (usize, usize),
+    device: &D,
+) -> Result<Line, Failure> {
+    let record_bytes = mlakit::RecordLayout { format: args.record, width: args.qk_width }.bytes();
+    let cache_bytes = args.batch.saturating_mul(tokens).saturating_mul(record_bytes);
+    // The case, its copy on the device, and the pages that belong to nobody.
+    machine::ensure_memory("the cache of this shape", cache_bytes.saturating_mul(3))?;
+    let query_bytes = args.batch.saturating_mul(args.rows).saturating_mul(heads * args.qk_width);
+    machine::ensure_memory("the queries of this shape", query_bytes.saturating_mul(8))?;
+    let shape = DenseShape {
+        heads,
+        widths: (args.qk_width, args.value_width),
+        rows: args.rows,
+        kv_lens: vec![tokens; args.batch],
+        page_size: args.page_size,
+        record: args.record,
+        query: Query::Bf16,
+        options: json!({"partial": args.partial, "splits": args.splits}),
+        ..DenseShape::default()
+    };
+    let call = Call::<Dense>::new(Shape::Dense(shape).build(1))?;
+    let caller = device.own_stream()?;
+    let mut session = Session::new(&call, device, &caller)?;
+    session.run()?;
+    let mut captured = session.capture()?;
+    // Fills the slots; from here on nothing but the replay happens.
+    session.replay(&mut captured)?;
+    let mut samples_ms = Vec::with_capacity(args.samples);
+    for sample in 0..WARM_UP + args.samples {
+        let begin = Instant::now();
+        session.replay_as_is(&mut captured)?;
+        if sample >= WARM_UP {
+            samples_ms.push(begin.elapsed().as_secs_f64() * 1e3);
+        }
+    }
+    let (median_ms, min_ms) = middle(&samples_ms);
+    let seen: usize =
+        (0..args.rows).map(|row| (tokens + row + 1).saturating_sub(args.rows).min(tokens)).sum();
+    let each = 2.0 * (args.qk_width + args.value_width) as f64 * (args.batch * heads) as f64;
+    Ok(Line {
+        heads,
+        tokens,
+        kernel: session.plan().choice().kernel,
+        splits: session.plan().choice().splits,
+        gflops: each * seen as f64 / median_ms / 1e6,
+        gbytes_per_s: cache_bytes as f64 / median_ms / 1e6,
+        median_ms,
+        min_ms,
+        samples_ms,
+    })
+}
+
+/// Median and minimum of samples, of which there is one at least.
+fn middle(samples: &[f64]) -> (f64, f64) {
+    let mut sorted = samples.to_vec();
+    sorted.sort_unstable_by(f64::total_cmp);
+    let (half, odd) = (sorted.len() / 2, sorted.len() % 2 == 1);
+    let median = if odd { sorted[half] } else { (sorted[half - 1] + sorted[half]) / 2.0 };
+    (median, sorted[0])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_median_is_in_the_middle() {
+        assert_eq!(middle(&[3.0, 1.0, 2.0]), (2.0, 1.0));
+        assert_eq!(middle(&[4.0, 1.0, 3.0, 2.0]), (2.5, 1.0));
+        assert_eq!(middle(&[5.0]), (5.0, 5.0));
+    }
+}

@@ -1,0 +1,204 @@
+//! `mlakit doctor`: what was found on this machine, what is used of it, and why.
+
+use mlakit_cpu::isa::Isa;
+use serde::Serialize;
+
+use crate::args::{DeviceName, DoctorArgs};
+use crate::device::{self, Choices, Environment};
+use crate::failure::Failure;
+use crate::machine::{self, Feature, Memory};
+use crate::op::OPERATIONS;
+use crate::report::{self, Report};
+
+/// What was found.
+#[derive(Clone, Debug, Serialize)]
+struct Found {
+    version: &'static str,
+    operations: Vec<&'static str>,
+    processor: Option<String>,
+    processors: usize,
+    memory: Option<Memory>,
+    features: Vec<Feature>,
+    instruction_sets: Vec<InstructionSet>,
+    used: Choices,
+    cuda: Cuda,
+}
+
+/// One instruction set that kernels are compiled for.
+#[derive(Clone, Debug, Serialize)]
+struct InstructionSet {
+    name: &'static str,
+    available: bool,
+    used: bool,
+    because: String,
+}
+
+/// What was found of CUDA.
+#[derive(Clone, Debug, Serialize)]
+#[serde(untagged)]
+enum Cuda {
+    Found { driver: String, devices: Vec<Gpu>, used: bool, because: &'static str },
+    Unavailable { used: bool, because: String },
+}
+
+#[derive(Clone, Debug, Serialize)]
+struct Gpu {
+    name: String,
+    compute_capability: String,
+    memory_bytes: usize,
+    multiprocessors: i32,
+}
+
+impl Report for Found {
+    fn lines(&self) -> Vec<String> {
+        let unknown = || "unknown".to_owned();
+        let memory = self.memory.map(|memory| {
+            let [all, left] = [memory.total_bytes, memory.available_bytes].map(report::bytes);
+            format!("{all}, {left} available")
+        });
+        let used = &self.used;
+        let head = report::pairs(&[
+            ("mlakit", self.version.to_owned()),
+            ("operations", self.operations.join(", ")),
+            ("processor", self.processor.clone().unwrap_or_else(unknown)),
+            ("processors", self.processors.to_string()),
+            ("memory", memory.unwrap_or_else(unknown)),
+            ("instructions used", format!("{}: {}", used.isa, used.isa_because)),
+            ("threads used", format!("{}: {}", used.threads, used.threads_because)),
+        ]);
+        let sets = self.instruction_sets.iter().map(|set| {
+            let verdict = match (set.used, set.available) {
+                (true, _) => "used",
+                (false, true) => "available",
+                (false, false) => "not available",
+            };
+            vec![set.name.to_owned(), verdict.to_owned(), set.because.clone()]
+        });
+        let sets = report::table(&["instructions", "", "because"], &[], sets.collect());
+        vec![head, sets, self.cuda.line()]
+    }
+}
+
+impl Cuda {
+    fn line(&self) -> String {
+        match self {
+            Self::Unavailable { because, .. } => format!("CUDA is not used: {because}"),
+            Self::Found { driver, devices, because, .. } => {
+                let rows = devices.iter().map(|gpu| {
+                    vec![
+                        gpu.name.clone(),
+                        gpu.compute_capability.clone(),
+                        report::bytes(gpu.memory_bytes),
+                        gpu.multiprocessors.to_string(),
+                    ]
+                });
+                let header = ["GPU", "capability", "memory", "multiprocessors"];
+                let gpus = report::table(&header, &[2, 3], rows.collect());
+                format!("CUDA driver {driver} is not used: {because}\n{gpus}")
+            }
+        }
+    }
+}
+
+/// `mlakit doctor`.
+///
+/// # Errors
+/// A flag or a variable that names nothing. What is missing on the machine is part of the result.
+pub fn command(
+    args: &DoctorArgs,
+    environment: &Environment,
+) -> Result<impl Report + use<>, Failure> {
+    if args.device.device == DeviceName::Cuda {
+        return Err(device::cuda_refusal());
+    }
+    let (facts, used) = device::choose(&args.device, environment)?;
+    let features = machine::features();
+    let set = |isa: Isa| InstructionSet {
+        name: isa.name(),
+        available: isa.is_available(),
+        used: isa == facts.isa && isa.is_available(),
+        because: because(isa, (facts.isa, &used.isa_because), &features),
+    };
+    Ok(Found {
+        version: env!("CARGO_PKG_VERSION"),
+        operations: OPERATIONS.iter().map(|operation| operation.name).collect(),
+        processor: machine::processor(),
+        processors: std::thread::available_parallelism().map_or(1, usize::from),
+        memory: machine::memory(),
+        instruction_sets: Isa::ALL.map(set).into(),
+        features,
+        used,
+        cuda: cuda(),
+    })
+}
+
+/// What an instruction set asks for.
+fn needs(isa: Isa) -> &'static [&'static str] {
+    const ALL: [&str; 8] = [
+        "avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16", "avx512vbmi",
+    ];
+    match isa {
+        Isa::Scalar => &[],
+        Isa::Avx2 => ALL.split_at(2).0,
+        Isa::Avx512 => ALL.split_at(6).0,
+        Isa::Avx512Bf16 => &ALL,
+    }
+}
+
+fn missing(isa: Isa, features: &[Feature]) -> Vec<&'static str> {
+    let has = |name: &&&str| features.iter().any(|f| f.name == **name && f.present);
+    needs(isa).iter().filter(|name| !has(name)).copied().collect()
+}
+
+fn because(isa: Isa, (used, why): (Isa, &str), features: &[Feature]) -> String {
+    let missing = missing(isa, features);
+    if !missing.is_empty() {
+        return format!("the processor lacks {}", missing.join(", "));
+    }
+    match isa.cmp(&used) {
+        std::cmp::Ordering::Equal => why.to_owned(),
+        std::cmp::Ordering::Less => format!("{used} is faster"),
+        std::cmp::Ordering::Greater => format!("{used} was asked for"),
+    }
+}
+
+fn cuda() -> Cuda {
+    match mlakit_cuda::probe() {
+        Err(reason) => Cuda::Unavailable { used: false, because: reason.to_string() },
+        Ok(found) => {
+            let gpu = |device: &mlakit_cuda::CudaDevice| {
+                let (major, minor) = device.compute_capability;
+                Gpu {
+                    name: device.name.clone(),
+                    compute_capability: format!("{major}.{minor}"),
+                    memory_bytes: device.memory_bytes,
+                    multiprocessors: device.multiprocessors,
+                }
+            };
+            Cuda::Found {
+                driver: found.driver.to_string(),
+                devices: found.devices.iter().map(gpu).collect(),
+                used: false,
+                because: "the CUDA kernels are not part of this version yet",
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The reasons given here are those by which the device itself decides.
+    #[test]
+    fn what_is_missing_decides_what_is_available() {
+        let features = machine::features();
+        for isa in Isa::ALL {
+            assert_eq!(missing(isa, &features).is_empty(), isa.is_available(), "{isa}");
+        }
+        let none = because(Isa::Avx512, (Isa::Scalar, ""), &[]);
+        assert!(none.starts_with("the processor lacks avx2, fma, avx512f"), "{none}");
+        assert_eq!(because(Isa::Scalar, (Isa::Avx2, ""), &features), "avx2 is faster");
+        assert_eq!(because(Isa::Scalar, (Isa::Scalar, "why"), &features), "why");
+    }
+}

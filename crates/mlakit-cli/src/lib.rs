@@ -1,0 +1,79 @@
+//! The program `mlakit`, as a library: `main.rs` calls [`main`], tests call the rest.
+//!
+//! Every command reads its input completely before it starts, ends with a [`Report`](report::Report) or a [`Failure`], and prints one of
+//! them. [`device`] is the only place that lists devices; what runs is generic over them.
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+use clap::Parser;
+use clap::error::ErrorKind;
+
+pub mod args;
+pub mod bench;
+pub mod case;
+pub mod check;
+pub mod device;
+pub mod doctor;
+mod failure;
+pub mod machine;
+pub mod op;
+pub mod plan;
+pub mod progress;
+pub mod report;
+
+pub use failure::Failure;
+
+use args::{Args, Command};
+use device::Environment;
+
+/// Runs the program with the arguments of this process.
+pub fn main() -> ExitCode {
+    let words: Vec<OsString> = std::env::args_os().collect();
+    match Args::try_parse_from(&words) {
+        Ok(args) => {
+            let json = args.output.format() == args::Format::Json;
+            run(&args).unwrap_or_else(|failure| failure.report(json))
+        }
+        Err(error) => usage(&error, asks_for_json(&words)),
+    }
+}
+
+/// Runs one command and prints its result; the exit code is 1 where the result is a check that failed.
+fn run(args: &Args) -> Result<ExitCode, Failure> {
+    let (environment, format) = (Environment::read(), args.output.format());
+    match &args.command {
+        Command::Op(args) => report::print(&op::command(args, &environment)?, format)?,
+        Command::Plan(args) => report::print(&plan::command(args, &environment)?, format)?,
+        Command::Bench(args) => report::print(&bench::command(args, &environment)?, format)?,
+        Command::Doctor(args) => report::print(&doctor::command(args, &environment)?, format)?,
+        Command::Check(args) => {
+            let checked = check::command(args, &environment)?;
+            report::print(&checked, format)?;
+            return Ok(ExitCode::from(u8::from(!checked.ok())));
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// What clap says of arguments that it cannot take, or help that was asked for.
+fn usage(error: &clap::Error, json: bool) -> ExitCode {
+    let asked = matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion);
+    if json && !asked {
+        let text = error.render().to_string();
+        let first = text.lines().next().unwrap_or_default();
+        let message = first.strip_prefix("error: ").unwrap_or(first);
+        return Failure::input(message, "see `mlakit --help`").report(true);
+    }
+    // Printing fails only where nobody reads.
+    let _ = error.print();
+    ExitCode::from(if asked { 0 } else { 2 })
+}
+
+/// Whether arguments that could not be parsed ask for JSON.
+fn asks_for_json(words: &[OsString]) -> bool {
+    let is = |word: &OsString, text: &str| word.to_str() == Some(text);
+    let pair = |pair: &[OsString]| is(&pair[0], "--format") && is(&pair[1], "json");
+    words.iter().any(|word| is(word, "--json") || is(word, "--format=json"))
+        || words.windows(2).any(pair)
+}

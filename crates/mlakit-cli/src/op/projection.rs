@@ -1,0 +1,61 @@
+//! `projection` from a case file. There, heads follow each other without gaps; the Spec's strides say how they lie on the device.
+
+use half::bf16;
+use mlakit::op::projection::{Projection, ProjectionArgs, ProjectionSpec, oracle};
+use mlakit::{Device, Dtype, Error};
+
+use super::source::{Lying, Source, Strided};
+use super::{Call, CaseOp, Expected, Optional, Outcome};
+use crate::case::{Axis, Table, TensorRule};
+
+impl CaseOp for Projection {
+    const TABLE: Table = Table {
+        inputs: &[
+            TensorRule {
+                name: "x",
+                dtypes: &[Dtype::Bf16],
+                axes: &[Axis::Of("R"), Axis::Of("H"), Axis::Of("p")],
+                required: true,
+            },
+            TensorRule {
+                name: "weight",
+                dtypes: &[Dtype::Bf16],
+                axes: &[Axis::Of("H"), Axis::Of("p"), Axis::Of("n")],
+                required: true,
+            },
+        ],
+        equal: &[("heads", "H"), ("in_width", "p"), ("out_width", "n")],
+        capacity: &[("max_rows", "R")],
+    };
+
+    fn optional(_: &ProjectionSpec) -> Vec<Optional> {
+        Vec::new()
+    }
+
+    fn outputs(call: &Call<'_, Self>) -> Vec<Expected> {
+        let shape = vec![call.dims.of("R"), call.spec.heads, call.spec.out_width];
+        vec![Expected::new("y", Dtype::Bf16, shape)]
+    }
+
+    fn args<D: Device, S: Source<D>>(
+        call: &Call<'_, Self>,
+        source: &mut S,
+    ) -> Result<ProjectionArgs<'static, D>, Error> {
+        let spec = &call.spec;
+        let lying = |width, stride| Lying(Some(Strided { width, stride }));
+        let results = call.dims.of("R") * spec.heads * spec.out_width;
+        Ok(ProjectionArgs {
+            x: source.input::<bf16>("x", lying(spec.in_width, spec.in_stride()))?,
+            weight: source.input::<bf16>("weight", Lying::default())?,
+            y: source.output::<bf16>("y", results, lying(spec.out_width, spec.out_stride()))?,
+            scratch: source.scratch(),
+        })
+    }
+
+    fn oracle(call: &Call<'_, Self>) -> Outcome {
+        let (x, weight) =
+            (call.tensors.values::<bf16>("x"), call.tensors.values::<bf16>("weight"));
+        let y = oracle(&call.spec, &x, &weight);
+        super::rounded(call, &[&y], [0; 3])
+    }
+}

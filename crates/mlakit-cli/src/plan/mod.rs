@@ -1,0 +1,138 @@
+//! `mlakit plan`: what an operation or a model needs, computed without a device.
+
+use mlakit::scratch::{FAULT_BYTES, RegionSpec};
+use mlakit::{Op, Plan};
+use serde::Serialize;
+use serde_json::Value;
+
+use crate::args::PlanArgs;
+use crate::case::read::object;
+use crate::case::read_file;
+use crate::device::{self, Environment};
+use crate::failure::Failure;
+use crate::op;
+use crate::report::{self, Report};
+
+pub mod model;
+pub mod weights;
+
+/// A plan, as it is printed.
+#[derive(Clone, Debug, Serialize)]
+pub struct PlanReport {
+    /// The facts that it was made for.
+    planned_for: String,
+    /// The whole Spec: what a case file's `spec` takes.
+    spec: Value,
+    /// The kernel.
+    kernel: &'static str,
+    /// Parts that a row may be divided into.
+    splits: usize,
+    /// The regions behind the fault block.
+    scratch: Vec<RegionSpec>,
+    /// The fault block and the regions, each aligned.
+    scratch_bytes: usize,
+}
+
+impl PlanReport {
+    /// Of a plan.
+    pub fn of<O: Op>(plan: &Plan<O>) -> Self {
+        Self {
+            planned_for: plan.planned_for().to_owned(),
+            spec: serde_json::to_value(plan.spec()).unwrap_or(Value::Null),
+            kernel: plan.choice().kernel,
+            splits: plan.choice().splits,
+            scratch: plan.scratch().to_vec(),
+            scratch_bytes: plan.scratch_bytes(),
+        }
+    }
+
+    /// The kernel.
+    pub fn kernel(&self) -> &'static str {
+        self.kernel
+    }
+
+    /// What was chosen, by name.
+    pub fn choices(&self) -> Vec<(&'static str, String)> {
+        vec![("kernel", self.kernel.to_owned()), ("splits", self.splits.to_string())]
+    }
+
+    /// Every scratch region in bytes, and the total.
+    pub fn scratch_table(&self) -> String {
+        let row = |name: &str, bytes: usize| {
+            vec![name.to_owned(), bytes.to_string(), report::bytes(bytes)]
+        };
+        let mut rows = vec![row("fault_block", FAULT_BYTES)];
+        rows.extend(self.scratch.iter().map(|region| row(region.name, region.bytes)));
+        rows.push(row("total, each aligned", self.scratch_bytes));
+        report::table(&["scratch", "bytes", ""], &[1], rows)
+    }
+}
+
+impl Report for PlanReport {
+    fn lines(&self) -> Vec<String> {
+        let mut rows = vec![("planned for", self.planned_for.clone())];
+        rows.extend(self.choices());
+        vec![
+            report::pairs(&rows),
+            self.scratch_table(),
+            "spec".into(),
+            serde_json::to_string_pretty(&self.spec).unwrap_or_default(),
+        ]
+    }
+}
+
+/// Either of the two things that can be planned.
+#[derive(Serialize)]
+#[serde(untagged)]
+enum Planned {
+    Operation { operation: &'static str, #[serde(flatten)] plan: PlanReport },
+    Model(Box<model::ModelReport>),
+}
+
+impl Report for Planned {
+    fn lines(&self) -> Vec<String> {
+        match self {
+            Self::Operation { operation, plan } => {
+                let mut lines = vec![report::pairs(&[("operation", (*operation).to_owned())])];
+                lines.extend(plan.lines());
+                lines
+            }
+            Self::Model(model) => model.lines(),
+        }
+    }
+}
+
+/// `mlakit plan`.
+///
+/// # Errors
+/// A Spec or a config that is not one; a refusal; weights that do not fit the memory.
+pub fn command(
+    args: &PlanArgs,
+    environment: &Environment,
+) -> Result<impl Report + use<>, Failure> {
+    match (&args.op, &args.spec, &args.config) {
+        (Some(name), Some(spec), _) => {
+            let operation = op::find(name)?;
+            let spec = object(&spec_text(spec)?)?;
+            let facts = device::facts(&args.device, environment)?;
+            let plan = (operation.plan)(spec, &facts)?;
+            Ok(Planned::Operation { operation: operation.name, plan })
+        }
+        (_, _, Some(config)) => {
+            let question = model::Question::from(args);
+            Ok(Planned::Model(Box::new(model::plan(config, &question)?)))
+        }
+        _ => Err(Failure::input(
+            "plan: needed --op with --spec, or --config, given neither",
+            "see `mlakit plan --help`",
+        )),
+    }
+}
+
+/// The Spec itself, or the contents of the file behind `@`.
+fn spec_text(text: &str) -> Result<String, Failure> {
+    let Some(path) = text.strip_prefix('@') else { return Ok(text.to_owned()) };
+    String::from_utf8(read_file(path.as_ref())?).map_err(|_| {
+        Failure::input(format!("--spec @{path}: not UTF-8 text"), "give a file with a JSON object")
+    })
+}

@@ -1,0 +1,10 @@
+//! The program `mlakit`, run as a user runs it.
+
+mod common;
+mod cuda;
+mod fuzz;
+mod malformed_cases;
+mod malformed_flags;
+mod ops;
+mod plan;
+mod tools;

@@ -1,0 +1,215 @@
+//! Kernels. Each is written once, over `engine::Engine`, and compiled for every instruction set;
+//! [`Kernels`] is the way in.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+#[cfg(target_arch = "x86_64")]
+mod avx512bf16;
+pub(crate) mod dense;
+mod engine;
+mod linear;
+mod merge;
+mod projection;
+mod scalar;
+mod store;
+mod tiles;
+
+use std::ops::Range;
+
+use crate::isa::{Isa, IsaUnavailable};
+
+pub use dense::{
+    BLOCK, Counted, DenseCall, DenseItem, Geometry, KeyCache, KeyFormat, LseBase, OutFormat,
+    Output, Queries, QueryFormat, Visible,
+};
+pub use linear::{Experts, LinearCall, LinearOut};
+pub use merge::MergeCall;
+pub use projection::{ProjectionCall, ProjectionTask};
+
+/// The kernels of one instruction set. A value proves that the machine has it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Kernels {
+    isa: Isa,
+    /// Whether scalar code may be compiled with AVX2 and FMA: the same bits, faster.
+    scalar_with_fma: bool,
+}
+
+/// The entry points of one engine, compiled with its features.
+macro_rules! entries {
+    ($module:ident, $engine:expr $(, $features:literal)?) => {
+        mod $module {
+            use super::*;
+
+            /// # Safety
+            /// As `Kernels::dense`, on a machine with the features.
+            $(#[target_feature(enable = $features)])?
+            pub(super) unsafe fn dense(call: &DenseCall<'_>, item: &DenseItem, scratch: *mut u8) {
+                // SAFETY: the contract of this function.
+                unsafe { dense::forward($engine, call, item, scratch) }
+            }
+
+            /// # Safety
+            /// As `Kernels::merge`, on a machine with the features.
+            $(#[target_feature(enable = $features)])?
+            pub(super) unsafe fn merge(call: &MergeCall, lanes: Range<usize>) {
+                // SAFETY: the contract of this function.
+                unsafe { merge::merge($engine, call, lanes) }
+            }
+
+            /// # Safety
+            /// As `Kernels::linear`, on a machine with the features.
+            $(#[target_feature(enable = $features)])?
+            pub(super) unsafe fn linear(call: &LinearCall<'_>, outs: Range<usize>) {
+                // SAFETY: the contract of this function.
+                unsafe { linear::linear($engine, call, outs) }
+            }
+
+            /// # Safety
+            /// As `Kernels::project`, on a machine with the features.
+            $(#[target_feature(enable = $features)])?
+            pub(super) unsafe fn project(call: &ProjectionCall, task: &ProjectionTask) {
+                // SAFETY: the contract of this function.
+                unsafe { projection::project($engine, call, task) }
+            }
+
+            /// # Safety
+            /// As `Kernels::decode_e4m3`, on a machine with the features.
+            $(#[target_feature(enable = $features)])?
+            pub(super) unsafe fn decode_e4m3(codes: *const u8, to: *mut u16, count: usize) {
+                // SAFETY: the contract of this function.
+                unsafe { engine::Engine::decode_e4m3($engine, codes, to, count) }
+            }
+        }
+    };
+}
+
+entries!(scalar_entries, scalar::Scalar);
+#[cfg(target_arch = "x86_64")]
+entries!(scalar_fma_entries, scalar::Scalar, "avx2,fma");
+#[cfg(target_arch = "x86_64")]
+entries!(avx2_entries, avx2::Avx2::assume(), "avx2,fma");
+#[cfg(target_arch = "x86_64")]
+entries!(avx512_entries, avx512::Avx512::assume(), "avx2,fma,avx512f,avx512bw,avx512vl,avx512dq");
+#[cfg(target_arch = "x86_64")]
+entries!(
+    avx512bf16_entries,
+    avx512bf16::Avx512Bf16::assume(),
+    "avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi"
+);
+
+/// Calls an entry point of the instruction set of `$kernels`.
+macro_rules! dispatch {
+    ($kernels:expr, $entry:ident($($argument:expr),*)) => {{
+        // SAFETY: `Kernels::new` found the instruction set on this machine; the rest is the
+        // caller's contract.
+        #[cfg(target_arch = "x86_64")]
+        unsafe {
+            match $kernels.isa {
+                Isa::Scalar if $kernels.scalar_with_fma => {
+                    scalar_fma_entries::$entry($($argument),*)
+                }
+                Isa::Scalar => scalar_entries::$entry($($argument),*),
+                Isa::Avx2 => avx2_entries::$entry($($argument),*),
+                Isa::Avx512 => avx512_entries::$entry($($argument),*),
+                Isa::Avx512Bf16 => avx512bf16_entries::$entry($($argument),*),
+            }
+        }
+        // SAFETY: the caller's contract.
+        #[cfg(not(target_arch = "x86_64"))]
+        unsafe {
+            scalar_entries::$entry($($argument),*)
+        }
+    }};
+}
+
+impl Kernels {
+    /// The kernels of `isa`.
+    ///
+    /// # Errors
+    /// [`IsaUnavailable`] where this machine does not have it.
+    pub fn new(isa: Isa) -> Result<Kernels, IsaUnavailable> {
+        let isa = Isa::choose(Some(isa))?;
+        Ok(Kernels { isa, scalar_with_fma: Isa::Avx2.is_available() })
+    }
+
+    /// The instruction set.
+    pub fn isa(self) -> Isa {
+        self.isa
+    }
+
+    /// Bytes of scratch that one worker needs for items of at most `max_rows` rows and `max_heads`
+    /// heads. No alignment is needed, no contents are kept or expected.
+    pub fn dense_scratch_bytes(
+        self,
+        geometry: Geometry,
+        format: KeyFormat,
+        max_rows: usize,
+        max_heads: usize,
+    ) -> usize {
+        #[cfg(target_arch = "x86_64")]
+        let bytes = match self.isa {
+            Isa::Scalar => dense::scratch_bytes::<scalar::Scalar>,
+            Isa::Avx2 => dense::scratch_bytes::<avx2::Avx2>,
+            Isa::Avx512 => dense::scratch_bytes::<avx512::Avx512>,
+            Isa::Avx512Bf16 => dense::scratch_bytes::<avx512bf16::Avx512Bf16>,
+        };
+        #[cfg(not(target_arch = "x86_64"))]
+        let bytes = dense::scratch_bytes::<scalar::Scalar>;
+        bytes(geometry, format, max_rows, max_heads)
+    }
+
+    /// Query rows that an item should have, so that its accumulators stay in the second-level cache
+    /// and each key that is read serves many query vectors. It decides speed only.
+    pub fn dense_rows_per_item(self, heads: usize) -> usize {
+        (128 / heads.max(1)).max(1)
+    }
+
+    /// Computes one item of a dense attention call.
+    ///
+    /// # Safety
+    /// The pointers of `call` and `item` are valid as their fields say, the output is not used by
+    /// another thread during the call, and `scratch` is writable for
+    /// [`Kernels::dense_scratch_bytes`] and used by this worker alone. The geometry holds what its
+    /// fields say; rows and heads of the item exist and are not empty.
+    pub unsafe fn dense(self, call: &DenseCall<'_>, item: &DenseItem, scratch: *mut u8) {
+        dispatch!(self, dense(call, item, scratch))
+    }
+
+    /// Merges the partials of the (row, head) pairs `lanes`, numbered `row * heads + head`.
+    ///
+    /// # Safety
+    /// The pointers of `call` are valid as its fields say for `lanes`, and those outputs are not
+    /// used by another thread during the call.
+    pub unsafe fn merge(self, call: &MergeCall, lanes: Range<usize>) {
+        dispatch!(self, merge(call, lanes))
+    }
+
+    /// Computes the outputs `outs` of every row of a linear layer. A row's bits depend only on its
+    /// operands.
+    ///
+    /// # Safety
+    /// The pointers of `call` are valid as its fields say, and those outputs are not used by
+    /// another thread during the call.
+    pub unsafe fn linear(self, call: &LinearCall<'_>, outs: Range<usize>) {
+        dispatch!(self, linear(call, outs))
+    }
+
+    /// Computes a part of a per-head projection. An element's bits do not depend on the part.
+    ///
+    /// # Safety
+    /// The pointers of `call` are valid as its fields say for the task, and those outputs are not
+    /// used by another thread during the call.
+    pub unsafe fn project(self, call: &ProjectionCall, task: &ProjectionTask) {
+        dispatch!(self, project(call, task))
+    }
+
+    /// Decodes E4M3 codes to BF16, exactly.
+    ///
+    /// # Safety
+    /// `codes` is readable and `to` writable for `count` elements.
+    pub unsafe fn decode_e4m3(self, codes: *const u8, to: *mut u16, count: usize) {
+        dispatch!(self, decode_e4m3(codes, to, count))
+    }
+}

@@ -1,0 +1,276 @@
+// The merge of dense decode's partial results, inside the launch that made them.
+//
+// Every block that holds a part of a request stores its partial, counts itself in the request's
+// counter, and then waits for the others: a wide barrier of a microsecond in the place of a second
+// launch. Then each merges its own slice of the request's (row, eight columns) groups over all
+// splits. The waiting is why all blocks of the grid must be resident together: the host launches
+// cooperatively, with at most one block for each multiprocessor.
+//
+// First the warps turn each row's LSEs into weights (one warp a row, in shared memory), while the
+// first partials are already on their way; then every thread adds its share of the splits of one
+// group, and the shares are added in a fixed order. The shares depend on the shape of the work alone,
+// and with fixed splits on the number of splits alone, so a row's bits are the same in any batch.
+//
+// A split whose LSE is -inf, NaN or +inf has weight 0 and adds nothing, whatever its payload.
+//
+// Columns inside a partial are permuted: of each 32 columns, thread t of a quad holds columns
+// 8 j + 2 t and 8 j + 2 t + 1 for j = 0..3 side by side, as the accumulators of the matrix products
+// have them, so that stores and loads are 16 bytes wide. Nothing outside the kernel reads them.
+
+constexpr int MERGE_THREADS = 256;
+constexpr int GROUP_COLUMNS = 8;
+constexpr int GROUPS_PER_ROW = VALUE_WIDTH / GROUP_COLUMNS;
+constexpr int IN_FLIGHT = 5;  // loads a thread has on the way; 32 lanes of 5 cover 132 splits
+constexpr int PARTIAL_BYTES = PARTIAL_F32 ? 4 : 2;
+constexpr int MERGE_SHARES_BYTES = MERGE_THREADS * GROUP_COLUMNS * 4;
+constexpr int MAX_MERGE_WEIGHTS = 16384;  // in shared memory; also the most splits of a request
+#define NEGATIVE_INFINITY __int_as_float((int)0xff800000)
+
+// One block's part in merging one request.
+struct Slice {
+  int tile;
+  int begin;   // first group: row * GROUPS_PER_ROW + group of the row
+  int end;
+  int width;   // log2 of the groups merged at once; the other threads share the splits
+  int first_row;   // of the slice
+  float* shares;   // [MERGE_THREADS][GROUP_COLUMNS]
+  float* weights;  // [rows of the slice][splits]
+};
+
+struct Group {
+  u32 word[PARTIAL_F32 ? 8 : 4];
+};
+
+DEVICE Group load_group(const char* address) {
+  Group g;
+  const uint4 a = load_fresh_16(address);
+  g.word[0] = a.x, g.word[1] = a.y, g.word[2] = a.z, g.word[3] = a.w;
+#if PARTIAL_F32
+  const uint4 b = load_fresh_16(address + 16);
+  g.word[4] = b.x, g.word[5] = b.y, g.word[6] = b.z, g.word[7] = b.w;
+#endif
+  return g;
+}
+
+DEVICE void add_group(float (&sum)[GROUP_COLUMNS], const Group& g, float weight) {
+  if (!(weight > 0.f)) return;
+#pragma unroll
+  for (int i = 0; i < GROUP_COLUMNS; ++i) {
+#if PARTIAL_F32
+    sum[i] += weight * __uint_as_float(g.word[i]);
+#else
+    sum[i] += weight * (i % 2 ? bf16_high(g.word[i / 2]) : bf16_low(g.word[i / 2]));
+#endif
+  }
+}
+
+DEVICE void store_group(char* address, const float (&v)[GROUP_COLUMNS]) {
+#if PARTIAL_F32
+  ((float4*)address)[0] = make_float4(v[0], v[1], v[2], v[3]);
+  ((float4*)address)[1] = make_float4(v[4], v[5], v[6], v[7]);
+#else
+  *(uint4*)address = make_uint4(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]),
+                                pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
+#endif
+}
+
+// Partials lie [tile][slot][row][VALUE_WIDTH], their LSEs [tile][row][slot].
+DEVICE char* partial_row(const DenseParams& p, int tile, int slot, int row) {
+  const u64 at = ((u64)tile * p.slots_per_tile + slot) * p.partial_rows + row;
+  return p.partials + at * (VALUE_WIDTH * PARTIAL_BYTES);
+}
+
+DEVICE float* partial_lse(const DenseParams& p, int tile, int slot, int row) {
+  return p.partial_lse + ((u64)tile * p.partial_rows + row) * p.slots_per_tile + slot;
+}
+
+DEVICE float usable_lse(float lse) {
+  return lse > NEGATIVE_INFINITY && lse < -NEGATIVE_INFINITY ? lse : NEGATIVE_INFINITY;
+}
+
+// One warp: the weights of a row's splits, and its LSE if the slice holds the row's first group.
+DEVICE void weigh_row(const DenseParams& p, const Request& r, const Sharing& h, const Slice& slice,
+                      int2 row_at) {
+  const int lane = threadIdx.x % 32, row = row_at.x;
+  float* weights = slice.weights + row_at.y * h.splits;
+  float top = NEGATIVE_INFINITY, sum = 0.f;
+#pragma unroll 1
+  for (int first = lane; first < h.splits; first += 32 * IN_FLIGHT) {
+    float lse[IN_FLIGHT];
+#pragma unroll
+    for (int i = 0; i < IN_FLIGHT; ++i) {
+      const int slot = slot_of_split(p, r, h, imin(first + 32 * i, h.splits - 1));
+      lse[i] = load_fresh(partial_lse(p, slice.tile, slot, row));
+    }
+#pragma unroll
+    for (int i = 0; i < IN_FLIGHT; ++i) {
+      const float usable = usable_lse(lse[i]);
+      top = fmaxf(top, usable);
+      if (first + 32 * i < h.splits) weights[first + 32 * i] = usable;
+    }
+  }
+  for (int d = 16; d > 0; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+  const float base = top == NEGATIVE_INFINITY ? 0.f : top;
+  for (int i = lane; i < h.splits; i += 32) {
+    weights[i] = exp2_fast(weights[i] - base);
+    sum += weights[i];
+  }
+  for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
+  const float inverse = sum > 0.f ? 1.f / sum : 0.f;
+  for (int i = lane; i < h.splits; i += 32) weights[i] *= inverse;
+  if (lane == 0 && row * GROUPS_PER_ROW >= slice.begin)
+    p.lse[(u64)r.flat_row + row] =
+        sum > 0.f ? (base + log2_fast(sum)) * p.lse_scale : NEGATIVE_INFINITY;
+}
+
+// The same for at most IN_FLIGHT splits, by one thread.
+DEVICE void weigh_row_alone(const DenseParams& p, const Request& r, const Sharing& h,
+                            const Slice& slice, int2 row_at) {
+  const int row = row_at.x;
+  float lse[IN_FLIGHT], top = NEGATIVE_INFINITY, sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < IN_FLIGHT; ++i)
+    lse[i] = load_fresh(
+        partial_lse(p, slice.tile, slot_of_split(p, r, h, imin(i, h.splits - 1)), row));
+#pragma unroll
+  for (int i = 0; i < IN_FLIGHT; ++i) {
+    lse[i] = i < h.splits ? usable_lse(lse[i]) : NEGATIVE_INFINITY;
+    top = fmaxf(top, lse[i]);
+  }
+  const float base = top == NEGATIVE_INFINITY ? 0.f : top;
+#pragma unroll
+  for (int i = 0; i < IN_FLIGHT; ++i) sum += lse[i] = exp2_fast(lse[i] - base);
+  const float inverse = sum > 0.f ? 1.f / sum : 0.f;
+#pragma unroll
+  for (int i = 0; i < IN_FLIGHT; ++i)
+    if (i < h.splits) slice.weights[row_at.y * h.splits + i] = lse[i] * inverse;
+  if (row * GROUPS_PER_ROW >= slice.begin)
+    p.lse[(u64)r.flat_row + row] =
+        sum > 0.f ? (base + log2_fast(sum)) * p.lse_scale : NEGATIVE_INFINITY;
+}
+
+// The slice's weights, one warp a row, or one thread where the splits are few.
+DEVICE void weigh_rows(const DenseParams& p, const Request& r, const Sharing& h,
+                       const Slice& slice) {
+  const int last_row = (slice.end - 1) / GROUPS_PER_ROW;
+  if (h.splits <= IN_FLIGHT) {
+    const int row = slice.first_row + threadIdx.x % MERGE_THREADS;
+    if (row <= last_row) weigh_row_alone(p, r, h, slice, make_int2(row, row - slice.first_row));
+    named_barrier(1, MERGE_THREADS);
+    return;
+  }
+  for (int row = slice.first_row + threadIdx.x / 32 % (MERGE_THREADS / 32); row <= last_row;
+       row += MERGE_THREADS / 32)
+    weigh_row(p, r, h, slice, make_int2(row, row - slice.first_row));
+  named_barrier(1, MERGE_THREADS);
+}
+
+DEVICE u32* merged_columns(const DenseParams& p, const Request& r, int group, int pair) {
+  const int row = group / GROUPS_PER_ROW, within = group % GROUPS_PER_ROW;
+  const int column = within / 4 * 32 + pair * 8 + within % 4 * 2;
+  return (u32*)(p.out + (((u64)r.flat_row + row) * VALUE_WIDTH + column) * 2);
+}
+
+// Adds the lanes' shares of each group and stores two columns a thread.
+DEVICE void store_shares(const DenseParams& p, const Request& r, const Slice& slice, int base,
+                         const float (&sum)[GROUP_COLUMNS]) {
+  const int thread = threadIdx.x % MERGE_THREADS, groups = 1 << slice.width;
+  const int mine = thread & (groups - 1);
+  const int entry = groups < 32 ? thread / 32 : thread >> slice.width;
+  const int entries = groups < 32 ? MERGE_THREADS / 32 : MERGE_THREADS >> slice.width;
+  if (groups >= 32 || thread % 32 < groups) {
+    float4* share = (float4*)(slice.shares + (entry * groups + mine) * GROUP_COLUMNS);
+    share[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+    share[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+  }
+  named_barrier(1, MERGE_THREADS);
+  for (int i = thread; i < groups * 4; i += MERGE_THREADS) {
+    if (base + i / 4 >= slice.end) continue;
+    float low = 0.f, high = 0.f;
+#pragma unroll 4
+    for (int e = 0; e < entries; ++e) {
+      const float* share = slice.shares + (e * groups * 4 + i) * 2;
+      low += share[0];
+      high += share[1];
+    }
+    *merged_columns(p, r, base + i / 4, i % 4) = pack_bf16(low, high);
+  }
+  named_barrier(1, MERGE_THREADS);
+}
+
+// One pass: the groups from `base` on. The first pass makes the weights while its partials come.
+DEVICE void merge_pass(const DenseParams& p, const Request& r, const Sharing& h,
+                       const Slice& slice, int base) {
+  const int thread = threadIdx.x % MERGE_THREADS;
+  const int mine = thread & ((1 << slice.width) - 1), lanes = MERGE_THREADS >> slice.width;
+  const int group = imin(base + mine, slice.end - 1), row = group / GROUPS_PER_ROW;
+  const u32 column = group % GROUPS_PER_ROW * (GROUP_COLUMNS * PARTIAL_BYTES);
+  const float* weights = slice.weights + (row - slice.first_row) * h.splits;
+  float sum[GROUP_COLUMNS] = {};
+  bool weigh = base == slice.begin;
+#pragma unroll 1
+  for (int split = thread >> slice.width, done = 0; done < h.splits; done += IN_FLIGHT * lanes) {
+    Group g[IN_FLIGHT];
+#pragma unroll
+    for (int i = 0; i < IN_FLIGHT; ++i) {
+      const int slot = slot_of_split(p, r, h, imin(split + i * lanes, h.splits - 1));
+      g[i] = load_group(partial_row(p, slice.tile, slot, row) + column);
+    }
+    if (weigh) weigh_rows(p, r, h, slice);
+    weigh = false;
+#pragma unroll
+    for (int i = 0; i < IN_FLIGHT; ++i, split += lanes)
+      if (split < h.splits) add_group(sum, g[i], weights[split]);
+  }
+  for (int d = 1 << slice.width; d < 32; d *= 2)
+#pragma unroll
+    for (int i = 0; i < GROUP_COLUMNS; ++i) sum[i] += __shfl_xor_sync(~0u, sum[i], d);
+  if (lanes > 1) {
+    store_shares(p, r, slice, base, sum);
+  } else if (base + mine < slice.end) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      *merged_columns(p, r, group, i) = pack_bf16(sum[2 * i], sum[2 * i + 1]);
+  }
+}
+
+// This block's slice of one request, where `part` of the request's blocks it is. `shared`: what the
+// ring of key blocks held.
+DEVICE void merge_slice(const DenseParams& p, const Request& r, const Sharing& h, int2 tile_part,
+                        char* shared) {
+  const u32 all = r.rows * GROUPS_PER_ROW;
+  const u32 each = (all + h.blocks - 1) / (u32)h.blocks;
+  const int end = umin(each * (tile_part.y + 1), all);
+  Slice s;
+  s.tile = tile_part.x;
+  s.begin = each * tile_part.y;
+  s.width = 3;
+  if (p.fixed_blocks)
+    while (s.width < 8 && (MERGE_THREADS >> s.width) * 4 > h.splits) ++s.width;
+  else
+    while (s.width < 8 && (1u << s.width) < each) ++s.width;
+  s.shares = (float*)shared;
+  s.weights = (float*)(shared + MERGE_SHARES_BYTES);
+  const int rows = imax(MAX_MERGE_WEIGHTS / h.splits, 1);  // whose weights fit
+  while (s.begin < end) {
+    s.first_row = s.begin / GROUPS_PER_ROW;
+    s.end = imin(end, (s.first_row + rows) * GROUPS_PER_ROW);
+    for (int base = s.begin; base < s.end; base += 1 << s.width) merge_pass(p, r, h, s, base);
+    named_barrier(1, MERGE_THREADS);
+    s.begin = s.end;
+  }
+}
+
+// Waits until all blocks of a request have announced their partials in its counter.
+DEVICE void await_partials(const u32* counter, u32 blocks) {
+  while (load_acquire(counter) < blocks) {
+  }
+}
+
+// Once for each block that has waited: the last one resets the counter for the next launch.
+DEVICE void leave_counter(u32* counter, u32 blocks) {
+  if (add_relaxed(counter + 1, 1) == blocks - 1) {
+    counter[0] = 0;
+    counter[1] = 0;
+  }
+}

@@ -1,0 +1,178 @@
+//! What distinguishes the architectures, as data: one [`Family`] an architecture.
+//!
+//! A family says which rule applies where `config.json` does not; the rules themselves are code
+//! that reads a family and never its name. Formulas: README of the vectors and the public model
+//! code of transformers 5.
+
+use super::{GateKind, GroupScore, Rotary, Scoring};
+
+/// How an architecture differs from the common form of latent attention.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Family {
+    /// `model_type` of `config.json`.
+    pub model_type: &'static str,
+    /// Entries of `architectures` that mean this family; used where `model_type` is absent.
+    pub architectures: &'static [&'static str],
+    /// Layout of the rotary pairs of the attention.
+    pub rotary: RotaryRule,
+    /// Epsilon of the norms of the query and key/value latents.
+    pub latent_eps: LatentEps,
+    /// Whether YaRN's `mscale_all_dim` enters the softmax scale.
+    pub scale: ScaleRule,
+    /// Gate between the attention and its output projection.
+    pub gate: Option<GateKind>,
+    /// How experts are chosen; none where no layer has experts.
+    pub router: Option<RouterRule>,
+    /// The sparse selection; none for dense attention.
+    pub indexer: Option<IndexerRule>,
+    /// Scaling of embeddings, residual branches and logits.
+    pub scaling: ScalingRule,
+    /// An absent `v_head_dim` means `hidden_size / num_attention_heads`.
+    pub value_width_from_hidden: bool,
+}
+
+/// Where the layout of the rotary pairs is stated.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RotaryRule {
+    /// Always this one.
+    Fixed(Rotary),
+    /// A flag: true (also where absent) is [`Rotary::Pair`], false is [`Rotary::Half`].
+    PairUnless(&'static str),
+}
+
+/// Epsilon of the latent norms. transformers hard-codes one in most classes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum LatentEps {
+    /// This value, whatever `rms_norm_eps` says.
+    Fixed(f64),
+    /// The value of `rms_norm_eps`.
+    Config,
+}
+
+/// The softmax scale, from the width of a head before absorption.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ScaleRule {
+    /// `width^-0.5`.
+    Plain,
+    /// `width^-0.5 * m^2`, m from YaRN's `factor` and `mscale_all_dim` where both are given.
+    Mscale,
+}
+
+/// How experts are chosen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RouterRule {
+    /// From logits to scores.
+    pub scoring: Scoring,
+    /// `scoring_func` that means `scoring`.
+    pub scoring_func: &'static str,
+    /// Score of a group of experts.
+    pub group_score: GroupScore,
+    /// `topk_method`s that choose without groups.
+    pub plain_methods: &'static [&'static str],
+    /// `topk_method`s that choose groups first.
+    pub grouped_methods: &'static [&'static str],
+    /// What an absent `topk_method` means.
+    pub default_method: &'static str,
+    /// A tensor `e_score_correction_bias` shifts the choice, not the weights.
+    pub correction_bias: bool,
+    /// `norm_topk_prob` is honoured. Where it is not, a true one is refused: implementations of
+    /// that family disagree about it.
+    pub normalizes: bool,
+}
+
+/// The sparse selection of a family.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct IndexerRule {
+    /// Layout of the rotary pairs of the index query and key.
+    pub rotary: Rotary,
+    /// Epsilon of the layer norm of the index key.
+    pub key_norm_eps: f64,
+}
+
+/// Scaling of the residual stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ScalingRule {
+    /// None.
+    Unit,
+    /// Embeddings times `scale_emb`, branches times `scale_depth / sqrt(layers)`, logits divided
+    /// by `hidden_size / dim_model_base`.
+    Depth,
+}
+
+/// The architectures that can be read.
+pub static FAMILIES: &[Family] = &[
+    Family {
+        model_type: "deepseek_v2",
+        architectures: &["DeepseekV2ForCausalLM", "DeepseekV2Model"],
+        router: Some(SOFTMAX_ROUTER),
+        ..COMMON
+    },
+    Family {
+        model_type: "deepseek_v3",
+        architectures: &["DeepseekV3ForCausalLM", "DeepseekV3Model"],
+        ..V3
+    },
+    Family {
+        model_type: "deepseek_v32",
+        architectures: &["DeepseekV32ForCausalLM", "DeepseekV32Model"],
+        indexer: Some(IndexerRule { rotary: Rotary::Half, key_norm_eps: 1e-6 }),
+        ..V3
+    },
+    Family {
+        model_type: "glm4_moe_lite",
+        architectures: &["Glm4MoeLiteForCausalLM", "Glm4MoeLiteModel"],
+        ..V3
+    },
+    Family {
+        model_type: "minicpm3",
+        architectures: &["MiniCPM3ForCausalLM", "MiniCPM3Model"],
+        rotary: RotaryRule::Fixed(Rotary::Half),
+        scale: ScaleRule::Plain,
+        scaling: ScalingRule::Depth,
+        value_width_from_hidden: true,
+        ..COMMON
+    },
+];
+
+/// Latent attention without experts; its name is never seen.
+const COMMON: Family = Family {
+    model_type: "",
+    architectures: &[],
+    rotary: RotaryRule::Fixed(Rotary::Pair),
+    latent_eps: LatentEps::Fixed(1e-6),
+    scale: ScaleRule::Mscale,
+    gate: None,
+    router: None,
+    indexer: None,
+    scaling: ScalingRule::Unit,
+    value_width_from_hidden: false,
+};
+
+/// The form that most later models share: chosen by sigmoid with a correction bias.
+const V3: Family = Family {
+    rotary: RotaryRule::PairUnless("rope_interleave"),
+    router: Some(SIGMOID_ROUTER),
+    ..COMMON
+};
+
+const SOFTMAX_ROUTER: RouterRule = RouterRule {
+    scoring: Scoring::Softmax,
+    scoring_func: "softmax",
+    group_score: GroupScore::Max,
+    plain_methods: &["greedy"],
+    grouped_methods: &["group_limited_greedy"],
+    default_method: "greedy",
+    correction_bias: false,
+    normalizes: false,
+};
+
+const SIGMOID_ROUTER: RouterRule = RouterRule {
+    scoring: Scoring::Sigmoid,
+    scoring_func: "sigmoid",
+    group_score: GroupScore::TopTwoSum,
+    plain_methods: &[],
+    grouped_methods: &["noaux_tc"],
+    default_method: "noaux_tc",
+    correction_bias: true,
+    normalizes: true,
+};

@@ -1,0 +1,16 @@
+//! A checkpoint on a device: uploaded once, prepared once, then prompts in chunks and decode steps as replays of one graph.
+
+mod attention;
+mod error;
+mod generate;
+mod layer_run;
+mod mlp;
+mod model;
+mod upload;
+
+pub use attention::{Deployment, attention_layer, layer_spec};
+pub use error::DecodeError;
+pub use generate::{Attention, Generation, Generator, GeneratorOptions, Sampling};
+pub use layer_run::{LayerInput, LayerOptions, LayerOutput, run_layer, run_layer_f64};
+pub use mlp::MlpDevice;
+pub use model::{Decoder, DecoderDevice, StepOperands};

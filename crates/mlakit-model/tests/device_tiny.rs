@@ -1,0 +1,110 @@
+//! tiny-dsa on the CPU device, against the logits that transformers computed.
+
+use mlakit::op::merge::Partial;
+use mlakit::{Category, Device, RecordFormat, Splits};
+use mlakit_cpu::Cpu;
+use mlakit_model::decoder::{Attention, Generator, GeneratorOptions, Sampling};
+use mlakit_model::{Checkpoint, ModelFolder, embedded};
+use mlakit_serve::CacheSpec;
+
+fn options(attention: Attention) -> GeneratorOptions {
+    let cache = CacheSpec {
+        record: RecordFormat::Bf16,
+        page_size: 64,
+        partial: Partial::Bf16,
+        splits: Splits::Auto,
+    };
+    GeneratorOptions {
+        cache,
+        attention,
+        batch: 1,
+        max_tokens: 256,
+        prompt_rows: 64,
+        prompt_logits: true,
+    }
+}
+
+fn reference() -> safetensors::SafeTensors<'static> {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/tiny-dsa/reference.safetensors");
+    let bytes = std::fs::read(path).unwrap().leak();
+    safetensors::SafeTensors::deserialize(bytes).unwrap()
+}
+
+fn ints(tensors: &safetensors::SafeTensors<'_>, name: &str) -> Vec<i64> {
+    let tensor = tensors.tensor(name).unwrap();
+    let size = tensor.dtype().bitsize() / 8;
+    let wide = |bytes: &[u8]| match bytes.len() {
+        4 => i64::from(i32::from_le_bytes(bytes.try_into().unwrap())),
+        _ => i64::from_le_bytes(bytes.try_into().unwrap()),
+    };
+    tensor.data().chunks_exact(size).map(wide).collect()
+}
+
+#[test]
+fn logits_of_the_first_128_tokens() {
+    let model = ModelFolder::from_static(embedded::tiny_dsa()).unwrap();
+    let tensors = reference();
+    let ids: Vec<u32> = ints(&tensors, "input_ids")[..128].iter().map(|id| *id as u32).collect();
+    let needed: Vec<f32> = tensors
+        .tensor("logits")
+        .unwrap()
+        .data()
+        .chunks_exact(4)
+        .map(|b| f32::from_le_bytes(b.try_into().unwrap()))
+        .collect();
+    let device = Cpu::detect().unwrap();
+    let caller = device.own_stream().unwrap();
+    let mut stream = device.stream(&caller).unwrap();
+    let pair: (&mlakit_model::ModelConfig, &Checkpoint) = (&model.config, &model.checkpoint);
+    let mut generator = Generator::new(&mut stream, pair, options(Attention::Dense)).unwrap();
+    let given = generator.logits(&mut stream, &ids).unwrap();
+    let vocab = model.config.vocab_size;
+    let (mut squares, mut close, mut same) = (0.0, 0, 0);
+    for (needed, given) in needed.chunks_exact(vocab).zip(given.chunks_exact(vocab)) {
+        let errors = needed.iter().zip(given).map(|(n, g)| f64::from(n - g).abs());
+        squares += errors.clone().map(|e| e * e).sum::<f64>();
+        close += usize::from(errors.fold(0.0, f64::max) <= 0.1);
+        let top = |row: &[f32]| (0..vocab).max_by(|a, b| row[*a].total_cmp(&row[*b])).unwrap();
+        same += usize::from(top(needed) == top(given));
+    }
+    let mut worst: Vec<(f64, usize)> = needed
+        .chunks_exact(vocab)
+        .zip(given.chunks_exact(vocab))
+        .map(|(n, g)| n.iter().zip(g).map(|(n, g)| f64::from(n - g).powi(2)).sum::<f64>())
+        .enumerate()
+        .map(|(row, sum)| ((sum / vocab as f64).sqrt(), row))
+        .collect();
+    worst.sort_by(|a, b| b.0.total_cmp(&a.0));
+    println!("worst rows (rms, row): {:.4?}", &worst[..8]);
+    let rms = (squares / (128 * vocab) as f64).sqrt();
+    println!("rms {rms:.2e}, rows within 0.1: {close} of 128, same argmax: {same} of 128");
+    assert!(rms <= 2e-2 && close >= 127 && same >= 127);
+    assert_eq!(device.census().live(Category::Probe), 0);
+}
+
+#[test]
+fn greedy_text_is_that_of_transformers() {
+    let model = ModelFolder::from_static(embedded::tiny_dsa()).unwrap();
+    let tensors = reference();
+    let prompts = ["MACBETH.\n", "To be, or not to be", "And the LORD said unto "];
+    let tokenizer = model.tokenizer.as_ref().unwrap();
+    let prompts: Vec<Vec<u32>> = prompts.iter().map(|p| tokenizer.encode(p).unwrap()).collect();
+    let device = Cpu::detect().unwrap();
+    let caller = device.own_stream().unwrap();
+    let mut stream = device.stream(&caller).unwrap();
+    let pair = (&model.config, &model.checkpoint);
+    let options = GeneratorOptions { batch: 3, ..options(Attention::Dense) };
+    let mut generator = Generator::new(&mut stream, pair, options).unwrap();
+    let made = generator
+        .generate(&mut stream, &prompts, (40, Sampling::default()), &mut |_, _| Ok(()))
+        .unwrap();
+    for (i, ids) in made.ids.iter().enumerate() {
+        let needed = ints(&tensors, &format!("greedy.{i}"));
+        let new = &needed[needed.len() - (needed.len() - prompts[i].len()).min(needed.len())..];
+        let new: Vec<u32> = new.iter().take(40).map(|id| *id as u32).collect();
+        println!("{i}: {:?}", tokenizer.decode(ids).unwrap());
+        let agree = ids.iter().zip(&new).take_while(|(a, b)| a == b).count();
+        println!("{agree} of {} ids agree; {:.0} tokens/s", new.len(), made.tokens_per_second());
+        assert!(agree >= 20);
+    }
+}

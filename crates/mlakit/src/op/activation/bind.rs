@@ -1,0 +1,44 @@
+//! The operands of an activation, and their checks.
+
+use super::plan::Activation;
+use crate::memory::Uses;
+use crate::op::layer::{FloatInput, FloatOutput};
+use crate::op::spec::rows_of;
+use crate::{Error, Plan, Region, Scratch};
+
+/// The operands of one call. `R` rows are found from `y`.
+pub struct ActivationArgs<'a, D> {
+    /// `[R, 2, width]`: the gate, then what it multiplies.
+    pub x: FloatInput<'a, D>,
+    /// `[R, width]`.
+    pub y: FloatOutput<'a, D>,
+    /// As the plan says.
+    pub scratch: Scratch<'a, D>,
+}
+
+/// The operands of a launch.
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)]
+pub struct ActivationRegions {
+    pub rows: usize,
+    pub x: Region,
+    pub y: Region,
+    pub scratch: Region,
+}
+
+impl<'a, D> ActivationArgs<'a, D> {
+    pub(super) fn declare(
+        self,
+        plan: &Plan<Activation>,
+        uses: &mut Uses<'a>,
+    ) -> Result<ActivationRegions, Error> {
+        let spec = plan.spec();
+        let rows = rows_of("y", self.y.len(), spec.width, spec.max_rows)?;
+        Ok(ActivationRegions {
+            rows,
+            x: self.x.declare("x", (spec.input, rows * 2 * spec.width), uses)?,
+            y: self.y.declare("y", (spec.output, rows * spec.width), uses)?,
+            scratch: uses.scratch(self.scratch, plan)?,
+        })
+    }
+}

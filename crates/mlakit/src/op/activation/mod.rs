@@ -1,0 +1,17 @@
+//! `activation`: the gate of a gated MLP, `y[r, i] = f(x[r, i]) * x[r, width + i]`, with `f =
+//! silu`, `silu(v) = v / (1 + exp(-v))`.
+//!
+//! A row of `x` is the result of one `linear` whose matrix stacks the gate projection on the up
+//! projection. F32 up to the one rounding of `y` to BF16.
+//!
+//! Source: "GLU Variants Improve Transformer" (arXiv 2002.05202), SwiGLU with beta 1.
+
+mod bind;
+mod oracle;
+mod plan;
+mod spec;
+
+pub use bind::{ActivationArgs, ActivationRegions};
+pub use oracle::oracle;
+pub use plan::Activation;
+pub use spec::{ActivationFields, ActivationKind, ActivationSpec};

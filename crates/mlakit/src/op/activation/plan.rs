@@ -1,0 +1,67 @@
+//! The operation `activation`: no scratch of its own.
+
+use super::bind::{ActivationArgs, ActivationRegions};
+use super::oracle::oracle;
+use super::spec::ActivationSpec;
+use crate::memory::Uses;
+use crate::op::layer::{FloatProbe, eighths, same_bf16};
+use crate::op::sealed::Sealed;
+use crate::scratch::RegionSpec;
+use crate::{Choice, Device, Error, Op, Plan, Runs, Warm};
+
+/// The operation.
+#[derive(Debug)]
+pub struct Activation;
+
+impl Sealed for Activation {}
+
+/// Gates from the middle of the function to where its exponential is no F32 any more.
+const GATES: [f32; 8] = [0.0, 1.0, -1.0, 0.125, -6.5, 20.0, -100.0, 1000.0];
+
+impl Op for Activation {
+    const NAME: &'static str = "activation";
+    type Spec = ActivationSpec;
+    type Args<'a, D: Device> = ActivationArgs<'a, D>;
+    type Regions = ActivationRegions;
+
+    fn scratch(_: &ActivationSpec, _: &Choice) -> Vec<RegionSpec> {
+        Vec::new()
+    }
+
+    fn operands<'a, D: Device>(
+        plan: &Plan<Self>,
+        args: ActivationArgs<'a, D>,
+        uses: &mut Uses<'a>,
+    ) -> Result<ActivationRegions, Error> {
+        args.declare(plan, uses)
+    }
+
+    /// Rows whose gates begin with different members of the list, so that a narrow row has each of
+    /// them as well.
+    fn probe<'w, D: Runs<Self>>(warm: &mut Warm<'w, Self, D>) -> Result<(), Error> {
+        let spec = warm.spec();
+        let width = spec.width;
+        let firsts: Vec<usize> = (0..GATES.len()).step_by(width.min(4)).collect();
+        for firsts in firsts.chunks(spec.max_rows) {
+            let element = |i: usize| match (i % (2 * width), firsts[i / (2 * width)]) {
+                (column, first) if column < width => GATES[(first + column) % GATES.len()],
+                _ => eighths(i),
+            };
+            let x: Vec<f32> = (0..firsts.len() * 2 * width).map(element).collect();
+            let needed = oracle(&spec, &x);
+
+            let x = FloatProbe::new(warm, spec.input, &x)?;
+            let mut y = FloatProbe::new(warm, spec.output, &vec![f32::NAN; needed.len()])?;
+            let mut scratch = warm.scratch()?;
+            warm.run(ActivationArgs {
+                x: x.input(),
+                y: y.output(),
+                scratch: (&mut scratch).into(),
+            })?;
+            let given: Vec<f64> = y.read(warm)?.into_iter().map(f64::from).collect();
+            // The floor is what F32 flushes to zero.
+            Warm::<Self, D>::expect(&needed, &given, same_bf16(1e-30))?;
+        }
+        Ok(())
+    }
+}

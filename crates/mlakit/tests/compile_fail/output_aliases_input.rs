@@ -1,0 +1,17 @@
+//! An output cannot be an input of the same call.
+use mlakit::op::toy::{Sum, SumArgs, SumFields, SumSpec};
+use mlakit::sim::AtOnce;
+use mlakit::*;
+
+fn main() {
+    let device = AtOnce::new(1);
+    let caller = device.own_stream().unwrap();
+    let mut stream = device.stream(&caller).unwrap();
+    let spec = SumSpec::new(SumFields { rows: 1, width: 4 }).unwrap();
+    let plan = Plan::<Sum>::for_device::<AtOnce>(&spec, device.facts()).unwrap();
+    let sum = plan.prepare(&device).unwrap();
+    let mut x = Buffer::<f32, _>::new(&device, (Category::Tensors, "x"), &[1.0; 4]).unwrap();
+    let mut lane = Lane::new(&device, "lane", &[plan.scratch_bytes()]).unwrap();
+    let args = SumArgs { x: (&x).into(), out: (&mut x).into(), scratch: (&mut lane).into() };
+    sum.bind(args).unwrap().run(&mut stream).unwrap();
+}
