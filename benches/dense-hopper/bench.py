@@ -64,6 +64,11 @@ def sets_of(pool, shape):
     return result
 
 
+def choose(pair, rows, options):
+    """Narrow tiles where a request fits into one; `wide` asks for wide tiles all the same."""
+    return pair[1] if rows <= 16 and not options.get("wide") else pair[0]
+
+
 def our_calls(kernel, pool, sets, shape, options):
     requests, rows, heads, tokens = shape
     lens = torch.full((requests,), tokens, dtype=torch.int32, device="cuda")
@@ -129,20 +134,19 @@ def main():
     arguments = parser.parse_args()
     available = {
         "bf16": (dict(), dict()), "f32": (dict(f32=True), dict()),
-        "plain": (dict(), dict(cooperative=False)), "copy": (dict(tensor_map=False), dict()),
-        "blocks64": (dict(), dict(blocks=64)), "blocks96": (dict(), dict(blocks=96)),
+        "wide": (dict(), dict(wide=True)), "copy": (dict(tensor_map=False), dict()),
+        "plain": (dict(), dict(cooperative=False)), "pdl": (dict(), dict(dependent=True)),
+        "fixed256": (dict(), dict(fixed_tokens=256)),
         "fixed2048": (dict(), dict(fixed_tokens=2048)),
-        "fixed512": (dict(), dict(fixed_tokens=512)),
     }
-    compiled, variants = {}, {}
+    variants = {}
     for name in arguments.variants.split(","):
         make, options = available[name]
-        key = str(make)
-        if key not in compiled:
-            compiled[key] = Kernel(**make).start_compile()
-        variants[name] = (compiled[key], options)
-    for kernel in compiled.values():
-        kernel.load()
+        pair = [Kernel(narrow=narrow, **make).start_compile() for narrow in (False, True)]
+        variants[name] = (pair, options)
+    for pair, _ in variants.values():
+        for kernel in pair:
+            kernel.load()
     only = {tuple(int(n) for n in s.split("x")) for s in arguments.only.split(",") if s}
     chosen = [shape for shape in SHAPES if not only or shape in only]
     pool = Pool(max(b * t // 64 for (b, _, _, t) in chosen) + 8192)
@@ -161,7 +165,8 @@ def main():
 def measure(shape, recorded, goal, pool, variants, replays):
     sets = sets_of(pool, shape)
     graphs, keep = {}, []
-    for name, (kernel, options) in variants.items():
+    for name, (pair, options) in variants.items():
+        kernel = choose(pair, shape[1] * shape[2], options)
         outs, calls = our_calls(kernel, pool, sets, shape, options)
         keep.append(outs)
         graphs[name] = capture(calls)
@@ -187,7 +192,8 @@ def measure_mixed(seed, variants, replays):
     q = torch.randn(32, 16, 576, device="cuda").bfloat16()
     offsets = torch.arange(33, dtype=torch.int32, device="cuda")
     graphs, keep = {}, []
-    for name, (kernel, options) in variants.items():
+    for name, (pair, options) in variants.items():
+        kernel = choose(pair, 16, options)
         call = Problem(kernel, q, pool.cache, table, lens, offsets, 576**-0.5, **options)
         keep.append([call])
         graphs[name] = capture([call.launch])

@@ -15,7 +15,7 @@ from harness import Kernel, Problem, reference
 # short random requests (their errors do not average out), BF16 partials up to 1.6e-3 on two splits.
 LIMIT = 2.9e-3
 TIGHT_LIMIT = 1.8e-3  # F32 partials, 32,768 tokens and more
-BASE = ("bf16", "f32", "copy")
+BASE = ("bf16", "f32", "copy", "narrow", "narrow f32", "narrow copy")
 failures = []
 
 
@@ -93,7 +93,9 @@ def main():
     torch.manual_seed(7)
     kernels = {
         "bf16": Kernel(), "f32": Kernel(f32=True), "copy": Kernel(tensor_map=False),
-        "512/512": Kernel(512, 512), "320/256": Kernel(320, 256), "288/256": Kernel(288, 256),
+        "narrow": Kernel(narrow=True), "narrow f32": Kernel(narrow=True, f32=True),
+        "narrow copy": Kernel(narrow=True, tensor_map=False),
+        "512/512": Kernel(512, 512), "narrow 512/512": Kernel(512, 512, narrow=True), "320/256": Kernel(320, 256), "288/256": Kernel(288, 256),
         "160/128": Kernel(160, 128),
     }
     if quick:
@@ -121,12 +123,13 @@ def main():
             label = f"{name} b{len(lens)} h{heads} page{page} rows{max(rows)} len{max(lens)}"
             case(label, kernels[name], data, scale)
     for lens, rows, heads in (([1000, 65, 0], [1, 3, 1], 16), ([2049], [1], 128)):
-        case(f"copy page1 h{heads}", kernels["copy"], make(rng, lens, rows, heads, 1, 576, 512),
-             scale)
+        for name in ("copy", "narrow copy"):
+            case(f"{name} page1 h{heads}", kernels[name],
+                 make(rng, lens, rows, heads, 1, 576, 512), scale)
     for blocks in (1, 2, 7, 33):
         data = make(rng, [4097, 100, 1], [1, 2, 1], 16, 64, 576, 512)
         case(f"bf16 blocks {blocks}", kernels["bf16"], data, scale, blocks=blocks)
-    for shape in ("512/512", "320/256", "288/256", "160/128"):
+    for shape in ("512/512", "narrow 512/512", "320/256", "288/256", "160/128"):
         if shape in kernels:
             kernel = kernels[shape]
             data = make(rng, [4097, 65, 0, 9000], [1, 2, 1, 1], 16, 64, kernel.qk, kernel.value)
@@ -141,7 +144,7 @@ def main():
 
 
 def check_faults(rng, kernels, scale):
-    for name in ("bf16", "copy"):
+    for name in ("bf16", "copy", "narrow"):
         q, cache, table, lens, offsets = make(rng, [1000, 300], [1, 2], 128, 64, 576, 512)
         table[0, 3], table[0, 5], table[1, 0] = cache.shape[0], -7, -1
         case(f"{name} bad ids", kernels[name], (q, cache, table, lens, offsets), scale, faults=2)
@@ -156,7 +159,7 @@ def check_faults(rng, kernels, scale):
 
 def check_fixed(rng, kernels, scale):
     """With fixed splits a request's bits do not depend on its company."""
-    for name in ("bf16", "f32"):
+    for name in ("bf16", "f32", "narrow"):
         data = make(rng, [4097, 640, 9000, 0, 3], [1, 1, 2, 1, 1], 16, 64, 576, 512)
         q, cache, table, lens, offsets = data
         for tokens in (256, 1024):

@@ -14,8 +14,8 @@ import tempfile
 import torch
 
 KERNELS = pathlib.Path(__file__).resolve().parents[2] / "crates/mlakit-cuda/kernels"
-SOURCES = ("hopper_ptx.cuh", "dense_work.cuh", "dense_merge.cuh", "hopper_dense_decode.cu")
-TILE_ROWS = 64
+SOURCES = ("hopper_ptx.cuh", "dense_work.cuh", "dense_merge.cuh", "hopper_dense_keys.cuh",
+           "hopper_dense_{}.cu", "hopper_dense_main.cuh")
 BLOCK_TOKENS = 64
 
 driver = ctypes.CDLL("libcuda.so.1")
@@ -46,21 +46,26 @@ class LaunchConfig(ctypes.Structure):
 class Kernel:
     """One compiled specialisation."""
 
-    def __init__(self, qk=576, value=512, f32=False, tensor_map=True, extra=()):
+    def __init__(self, qk=576, value=512, f32=False, tensor_map=True, narrow=False):
         self.qk, self.value, self.f32, self.tensor_map = qk, value, f32, tensor_map
+        self.tile_rows = 16 if narrow else 64
         self.defines = [
             f"-DQK_WIDTH={qk}",
             f"-DVALUE_WIDTH={value}",
             f"-DPARTIAL_F32={int(f32)}",
             f"-DUSE_TENSOR_MAP={int(tensor_map)}",
-            *extra,
+            f"-DNARROW={int(narrow)}",
         ]
         self.process = None
+
+    def sources(self):
+        shape = "narrow" if self.tile_rows == 16 else "wide"
+        return [name.format(shape) for name in SOURCES]
 
     def start_compile(self):
         self.folder = pathlib.Path(tempfile.mkdtemp())
         source = self.folder / "kernel.cu"
-        source.write_text("".join((KERNELS / name).read_text() for name in SOURCES))
+        source.write_text("".join((KERNELS / name).read_text() for name in self.sources()))
         command = ["nvcc", "-std=c++17", "-cubin", "-gencode", "arch=compute_90a,code=sm_90a"]
         command += [*self.defines, "-o", str(self.folder / "kernel.cubin"), str(source)]
         self.process = subprocess.Popen(command, stderr=open(self.folder / "log", "w"))
@@ -125,8 +130,8 @@ class Problem:
         rows, heads, _ = q.shape
         batch, table_width = page_table.shape
         most = options.get("most_rows") or int((q_offsets[1:] - q_offsets[:-1]).max().item())
-        self.tiles = max(1, -(-most * heads // TILE_ROWS))
-        self.partial_rows = min(TILE_ROWS, max(1, most * heads))
+        self.tiles = max(1, -(-most * heads // kernel.tile_rows))
+        self.partial_rows = min(kernel.tile_rows, max(1, most * heads))
         sms = torch.cuda.get_device_properties(0).multi_processor_count
         self.blocks = max(1, min(options.get("blocks") or sms, sms) // self.tiles)
         fixed = options.get("fixed_tokens", 0) // BLOCK_TOKENS
@@ -158,7 +163,7 @@ class Problem:
         self.params = struct.pack(
             "<12Q10i2f", *[0 if t is None else t.data_ptr() for t in pointers], batch, heads,
             table_width, self.tiles, self.partial_rows, self.slots, fixed, cache.shape[1],
-            box_tokens(cache.shape[1]), int(self.tiles > 1),
+            box_tokens(cache.shape[1]), int(options.get("keep", self.tiles > 1)),
             scale * math.log2(math.e), math.log(2.0))
 
     def launch(self):

@@ -22,8 +22,14 @@ pub struct Args {
 /// What to do.
 #[derive(Debug, Subcommand)]
 pub enum Command {
+    /// Continue texts with a checkpoint
+    Run(RunArgs),
     /// Run one operation on the inputs of a case file
     Op(OpArgs),
+    /// Run one attention layer of a checkpoint on the inputs of a file
+    Layer(LayerArgs),
+    /// Measure the bits per byte of a text
+    Eval(EvalArgs),
     /// Show what an operation or a model needs; needs no device
     Plan(PlanArgs),
     /// Compare this device with the oracle
@@ -125,22 +131,22 @@ pub struct PlanArgs {
     #[arg(long, value_name = "PATH", conflicts_with = "spec")]
     pub config: Option<PathBuf>,
     /// Query heads of a layer, instead of the config's
-    #[arg(long, value_name = "N", requires = "config", value_parser = whole::<1, 65_536>)]
+    #[arg(long, value_name = "N", conflicts_with = "op", value_parser = whole::<1, 65_536>)]
     pub heads: Option<usize>,
     /// Devices that share the weights; each keeps the whole latent cache
-    #[arg(long, value_name = "N", requires = "config", value_parser = whole::<1, 4096>)]
+    #[arg(long, value_name = "N", conflicts_with = "op", value_parser = whole::<1, 4096>)]
     pub tp: Option<usize>,
     /// Memory of each device, in GiB
-    #[arg(long, value_name = "GIB", requires = "config", value_parser = positive)]
+    #[arg(long, value_name = "GIB", conflicts_with = "op", value_parser = positive)]
     pub memory_gib: Option<f64>,
     /// Bits of a stored weight
-    #[arg(long, value_name = "N", requires = "config", value_parser = whole::<1, 64>)]
+    #[arg(long, value_name = "N", conflicts_with = "op", value_parser = whole::<1, 64>)]
     pub weight_bits: Option<usize>,
     /// The record format of the cache [default: bf16]
-    #[arg(long, value_name = "FORMAT", requires = "config", value_parser = record)]
+    #[arg(long, value_name = "FORMAT", conflicts_with = "op", value_parser = record)]
     pub record: Option<RecordFormat>,
     /// Tokens of a page [default: 64]
-    #[arg(long, value_name = "N", requires = "config", value_parser = whole::<1, 65_536>)]
+    #[arg(long, value_name = "N", conflicts_with = "op", value_parser = whole::<1, 65_536>)]
     pub page_size: Option<usize>,
     /// The device that it is planned for; it need not be there.
     #[command(flatten)]

@@ -2,8 +2,8 @@
 
 use std::time::Instant;
 
-use mlakit::op::dense::Dense;
 use mlakit::Runs;
+use mlakit::op::dense::Dense;
 use serde::Serialize;
 use serde_json::json;
 
@@ -67,11 +67,9 @@ impl Report for Timed {
         });
         let header = ["heads", "tokens", "splits", "median ms", "min ms", "GF/s", "GB/s", "kernel"];
         let Self { rows: each, batch, qk_width, value_width, record, page_size, .. } = self;
+        let what = format!("{batch} x {each} rows, {qk_width}/{value_width}, {record}");
         vec![
-            format!(
-                "{}: {batch} x {each} rows, {qk_width}/{value_width}, {record}, pages of {page_size}",
-                self.device
-            ),
+            format!("{}: {what}, pages of {page_size}", self.device),
             report::table(&header, &[0, 1, 2, 3, 4, 5, 6], rows.collect()),
             "rates are at the median; the cache is read once a request in GB/s".into(),
         ]

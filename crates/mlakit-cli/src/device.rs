@@ -64,7 +64,8 @@ pub struct Choices {
     pub threads_because: String,
 }
 
-/// The facts that flags and environment ask for; the rest is what this machine has. They may be those of another machine.
+/// The facts that flags and environment ask for; the rest is what this machine has. They may be
+/// those of another machine.
 ///
 /// # Errors
 /// A name or a number that is none; a device that has no kernels.
@@ -89,10 +90,7 @@ pub fn open(args: &DeviceArgs, environment: &Environment) -> Result<AnyDevice, F
 ///
 /// # Errors
 /// A name or a number that is none.
-pub fn choose(
-    args: &DeviceArgs,
-    environment: &Environment,
-) -> Result<(Facts, Choices), Failure> {
+pub fn choose(args: &DeviceArgs, environment: &Environment) -> Result<(Facts, Choices), Failure> {
     let (isa, isa_because) = isa(args, environment)?;
     let (threads, threads_because) = threads(args, environment)?;
     let choices = Choices { isa: isa.name(), isa_because, threads, threads_because };
@@ -154,8 +152,7 @@ mod tests {
 
     #[test]
     fn flags_come_before_the_environment() {
-        let environment =
-            Environment { isa: Some("avx2".into()), threads: Some("3".into()) };
+        let environment = Environment { isa: Some("avx2".into()), threads: Some("3".into()) };
         let (facts, choices) = choose(&args(None, None), &environment).unwrap();
         assert_eq!((facts.isa, facts.threads), (Isa::Avx2, 3));
         assert_eq!(choices.isa_because, "MLAKIT_ISA says so");

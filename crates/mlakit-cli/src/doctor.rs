@@ -134,9 +134,8 @@ pub fn command(
 
 /// What an instruction set asks for.
 fn needs(isa: Isa) -> &'static [&'static str] {
-    const ALL: [&str; 8] = [
-        "avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16", "avx512vbmi",
-    ];
+    const ALL: [&str; 8] =
+        ["avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512bf16", "avx512vbmi"];
     match isa {
         Isa::Scalar => &[],
         Isa::Avx2 => ALL.split_at(2).0,

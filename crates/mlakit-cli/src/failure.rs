@@ -32,7 +32,8 @@ struct Printed<'f> {
 }
 
 impl Failure {
-    /// Something that the user gave cannot be used: `message` names it, what was needed and what was given.
+    /// Something that the user gave cannot be used: `message` names it, what was needed and what
+    /// was given.
     pub fn input(message: impl Into<String>, help: impl Into<String>) -> Self {
         Self { kind: Kind::Input, message: message.into(), help: help.into() }
     }
@@ -53,7 +54,8 @@ impl Failure {
         )
     }
 
-    /// The same with `place` before the message, for a file or a flag that an inner error does not know.
+    /// The same with `place` before the message, for a file or a flag that an inner error does not
+    /// know.
     pub fn within(mut self, place: impl std::fmt::Display) -> Self {
         self.message = format!("{place}: {}", self.message);
         self
@@ -69,7 +71,8 @@ impl Failure {
         &self.help
     }
 
-    /// 2 where the input is wrong, 1 where the program is, 0 where nobody reads the output any more.
+    /// 2 where the input is wrong, 1 where the program is, 0 where nobody reads the output any
+    /// more.
     pub fn status(&self) -> u8 {
         match self.kind {
             Kind::Input => 2,
@@ -111,9 +114,10 @@ impl From<mlakit::Error> for Failure {
             }
             E::OutOfMemory { .. } => Self::input(text, "use smaller capacities or fewer pages"),
             E::Device { .. } => Self::input(text, "see what `mlakit doctor` finds"),
-            E::ProbeMismatch { .. } => {
-                Self::internal(text, "try --isa scalar, and report this with `mlakit doctor --json`")
-            }
+            E::ProbeMismatch { .. } => Self::internal(
+                text,
+                "try --isa scalar, and report this with `mlakit doctor --json`",
+            ),
             _ => Self::internal(text, "report this with the command that shows it"),
         }
     }

@@ -1,7 +1,8 @@
 //! The program `mlakit`, as a library: `main.rs` calls [`main`], tests call the rest.
 //!
-//! Every command reads its input completely before it starts, ends with a [`Report`](report::Report) or a [`Failure`], and prints one of
-//! them. [`device`] is the only place that lists devices; what runs is generic over them.
+//! Every command reads its input completely before it starts, ends with a
+//! [`Report`](report::Report) or a [`Failure`], and prints one of them. [`device`] is the only
+//! place that lists devices; what runs is generic over them.
 
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -17,6 +18,7 @@ pub mod device;
 pub mod doctor;
 mod failure;
 pub mod machine;
+pub mod model;
 pub mod op;
 pub mod plan;
 pub mod progress;
@@ -39,10 +41,18 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// Runs one command and prints its result; the exit code is 1 where the result is a check that failed.
+/// Runs one command and prints its result; the exit code is 1 where the result is a check that
+/// failed.
 fn run(args: &Args) -> Result<ExitCode, Failure> {
     let (environment, format) = (Environment::read(), args.output.format());
     match &args.command {
+        Command::Run(args) => {
+            report::print(&model::run::command(args, &environment, format)?, format)?;
+        }
+        Command::Layer(args) => {
+            report::print(&model::layer::command(args, &environment)?, format)?;
+        }
+        Command::Eval(args) => report::print(&model::eval::command(args, &environment)?, format)?,
         Command::Op(args) => report::print(&op::command(args, &environment)?, format)?,
         Command::Plan(args) => report::print(&plan::command(args, &environment)?, format)?,
         Command::Bench(args) => report::print(&bench::command(args, &environment)?, format)?,

@@ -14,7 +14,8 @@ pub struct Memory {
     pub available_bytes: usize,
 }
 
-/// The memory of this machine, or of the control group that this process is in where that is less; `None` where the system does not say.
+/// The memory of this machine, or of the control group that this process is in where that is less;
+/// `None` where the system does not say.
 pub fn memory() -> Option<Memory> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
     let field = |name: &str| {
@@ -32,8 +33,8 @@ pub fn memory() -> Option<Memory> {
     Some(Memory { total_bytes: limit, available_bytes })
 }
 
-/// Refuses work that needs more memory than there is. Systems grant more than they have and end the process when it is used, so this
-/// must be asked before.
+/// Refuses work that needs more memory than there is. Systems grant more than they have and end the
+/// process when it is used, so this must be asked before.
 ///
 /// # Errors
 /// More bytes than are available.

@@ -13,9 +13,11 @@
 //
 // A split whose LSE is -inf, NaN or +inf has weight 0 and adds nothing, whatever its payload.
 //
-// Columns inside a partial are permuted: of each 32 columns, thread t of a quad holds columns
-// 8 j + 2 t and 8 j + 2 t + 1 for j = 0..3 side by side, as the accumulators of the matrix products
-// have them, so that stores and loads are 16 bytes wide. Nothing outside the kernel reads them.
+// Columns inside a partial are permuted as the accumulators of the matrix products have them, so that
+// stores and loads are 16 bytes wide; nothing outside the kernel reads them. Wide tiles: of each 32
+// columns, thread t of a quad holds columns 8 j + 2 t and 8 j + 2 t + 1 for j = 0..3 side by side.
+// Narrow tiles: group 32 h + 8 w + g of a row holds columns 256 h + 64 j + 16 w + 8 e + g for j = 0..3
+// and e = 0, 1.
 
 constexpr int MERGE_THREADS = 256;
 constexpr int GROUP_COLUMNS = 8;
@@ -165,10 +167,21 @@ DEVICE void weigh_rows(const DenseParams& p, const Request& r, const Sharing& h,
   named_barrier(1, MERGE_THREADS);
 }
 
-DEVICE u32* merged_columns(const DenseParams& p, const Request& r, int group, int pair) {
-  const int row = group / GROUPS_PER_ROW, within = group % GROUPS_PER_ROW;
+// Stores two merged columns of a group in their place in the output.
+DEVICE void store_pair(const DenseParams& p, const Request& r, int2 group_pair, float low,
+                       float high) {
+  const int row = group_pair.x / GROUPS_PER_ROW, within = group_pair.x % GROUPS_PER_ROW;
+  const int pair = group_pair.y;
+  char* out = p.out + ((u64)r.flat_row + row) * (VALUE_WIDTH * 2);
+  const u32 word = pack_bf16(low, high);
+#if NARROW
+  const int column = within / 32 * 256 + pair * 64 + within % 32 / 8 * 16 + within % 8;
+  *(unsigned short*)(out + column * 2) = word;
+  *(unsigned short*)(out + column * 2 + 16) = word >> 16;
+#else
   const int column = within / 4 * 32 + pair * 8 + within % 4 * 2;
-  return (u32*)(p.out + (((u64)r.flat_row + row) * VALUE_WIDTH + column) * 2);
+  *(u32*)(out + column * 2) = word;
+#endif
 }
 
 // Adds the lanes' shares of each group and stores two columns a thread.
@@ -193,7 +206,7 @@ DEVICE void store_shares(const DenseParams& p, const Request& r, const Slice& sl
       low += share[0];
       high += share[1];
     }
-    *merged_columns(p, r, base + i / 4, i % 4) = pack_bf16(low, high);
+    store_pair(p, r, make_int2(base + i / 4, i % 4), low, high);
   }
   named_barrier(1, MERGE_THREADS);
 }
@@ -230,7 +243,7 @@ DEVICE void merge_pass(const DenseParams& p, const Request& r, const Sharing& h,
   } else if (base + mine < slice.end) {
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      *merged_columns(p, r, group, i) = pack_bf16(sum[2 * i], sum[2 * i + 1]);
+      store_pair(p, r, make_int2(group, i), sum[2 * i], sum[2 * i + 1]);
   }
 }
 

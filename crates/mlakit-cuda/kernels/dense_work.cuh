@@ -3,7 +3,9 @@
 //
 // Work is counted in units of BLOCK_TOKENS keys (or of one fixed split). A request of no keys
 // counts as one unit, so that someone writes its result. Every block derives its own contiguous
-// range of units from the lengths in device memory: there is no metadata that could go stale.
+// range of units from the lengths in device memory: there is no metadata that could go stale. All
+// ranges but the last are equally long: as few blocks as the longest range allows, so that ranges
+// begin with requests where they can, and a block then loads queries and stores a result once.
 
 #ifndef QK_WIDTH
 #define QK_WIDTH 576
@@ -11,12 +13,15 @@
 #ifndef VALUE_WIDTH
 #define VALUE_WIDTH 512
 #endif
+#ifndef NARROW
+#define NARROW 0  // 1: tiles of 16 (row, head) pairs
+#endif
 #ifndef PARTIAL_F32
 #define PARTIAL_F32 0
 #endif
 
 constexpr int BLOCK_TOKENS = 64;
-constexpr int TILE_ROWS = 64;
+constexpr int TILE_ROWS = NARROW ? 16 : 64;
 
 // A pool of the latent cache, in device memory; `bind` rewrites it in stream order. 256 bytes,
 // aligned to 128.
@@ -62,7 +67,7 @@ struct DenseParams {
 struct Schedule {
   int begin;          // first unit
   int end;            // one past the last
-  u32 total;          // units of all requests; total * blocks stays below 2^32
+  u32 each;           // units of every block but the last
   u32 blocks;         // blocks that have work
   int request;        // request of `begin`
   int request_begin;  // its first unit
@@ -113,28 +118,25 @@ DEVICE Request load_request(const DenseParams& p, int index, int tile) {
   return r;
 }
 
-DEVICE int block_boundary(const Schedule& s, int block) {
-  return (u32)block * s.total / s.blocks;
-}
-
 // The block whose range holds a unit.
-DEVICE int block_of_unit(const Schedule& s, int unit) {
-  return (((u32)unit + 1) * s.blocks - 1) / s.total;
-}
+DEVICE int block_of_unit(const Schedule& s, int unit) { return (u32)unit / s.each; }
 
 // Run by one whole warp: the sum of the units, then the request of our first unit.
 DEVICE Schedule make_schedule(const DenseParams& p, int tile, int block, u32 grid_blocks) {
   const int lane = threadIdx.x % 32;
   Schedule s = {0, 0, 0, 0, 0, 0, p.pool->pages};
   int units = 0, before = 0;
+  u32 total = 0;
   for (int base = 0; base < p.batch; base += 32) {
     units = base + lane < p.batch ? load_request(p, base + lane, tile).units : 0;
-    s.total += __reduce_add_sync(~0u, units);
+    total += __reduce_add_sync(~0u, (u32)units);
   }
-  s.blocks = umin(grid_blocks, s.total);
+  if (total == 0) return s;
+  s.each = (total + grid_blocks - 1) / grid_blocks;
+  s.blocks = (total + s.each - 1) / s.each;
   if ((u32)block >= s.blocks) return s;
-  s.begin = block_boundary(s, block);
-  s.end = block_boundary(s, block + 1);
+  s.begin = block * s.each;
+  s.end = umin(s.begin + s.each, total);
   for (int base = 0; base < p.batch; base += 32) {
     if (p.batch > 32)
       units = base + lane < p.batch ? load_request(p, base + lane, tile).units : 0;

@@ -202,6 +202,14 @@ DEVICE void store_tiles(u32 address, u32 a, u32 b, u32 c, u32 d) {
                : "memory");
 }
 
+// The same, each tile transposed: lane l gives the address of column l % 8 of tile l / 8.
+DEVICE void store_tiles_transposed(u32 address, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   address),
+               "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+
 // ---- warpgroup matrix products ---------------------------------------------------------------
 
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -275,6 +283,29 @@ DEVICE void wgmma_values(float (&d)[64], u64 a, u64 b) {
       "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, "
       "%64, %65, p, 1, 1, 0, 1;\n}\n"
       : R32(d, 0), R32(d, 32)
+      : "l"(a), "l"(b));
+}
+
+// S[64, 16] (+)= A[64, 16] B[16, 16]^T; both operands contiguous along the summed axis.
+DEVICE void wgmma_64x16(float (&d)[8], u64 a, u64 b, int accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %10, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+      "{%0,%1,%2,%3,%4,%5,%6,%7}, %8, %9, p, 1, 1, 0, 0;\n"
+      "}\n"
+      : R4(d, 0), R4(d, 4)
+      : "l"(a), "l"(b), "r"(accumulate));
+}
+
+// O[64, 16] += A[64, 16] B[16, 16]^T; A contiguous along its rows' axis, B along the summed axis.
+DEVICE void wgmma_columns(float (&d)[8], u64 a, u64 b) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+      "{%0,%1,%2,%3,%4,%5,%6,%7}, %8, %9, p, 1, 1, 1, 0;\n}\n"
+      : R4(d, 0), R4(d, 4)
       : "l"(a), "l"(b));
 }
 

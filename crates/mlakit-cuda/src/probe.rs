@@ -1,15 +1,17 @@
 //! What the CUDA driver of this machine offers, found without linking it and without a panic.
 //!
-//! The bindings call through symbols that are looked up at their first use and panic if one is missing. So every symbol is looked up
-//! here first, under a signature of this file: a result is then a plain number, also one that the bindings' enumeration lacks.
+//! The bindings call through symbols that are looked up at their first use and panic if one is
+//! missing. So every symbol is looked up here first, under a signature of this file: a result is
+//! then a plain number, also one that the bindings' enumeration lacks.
 
 use std::ffi::{CStr, c_char, c_int, c_uint};
 use std::fmt;
 
 use cudarc::driver::sys;
 
-/// The oldest driver that is accepted, as the driver counts: 1000 x major + 10 x minor. CUDA 12.0 is the first with the tensor maps
-/// that the kernels load tiles through (`cuTensorMapEncodeTiled`).
+/// The oldest driver that is accepted, as the driver counts: 1000 x major + 10 x minor. CUDA 12.0
+/// is the first with the tensor maps that the kernels load tiles through
+/// (`cuTensorMapEncodeTiled`).
 pub const OLDEST_DRIVER: DriverVersion = DriverVersion(12_000);
 
 /// A version of the driver's interface, as the driver counts: 1000 x major + 10 x minor.
@@ -116,7 +118,8 @@ type DeviceAttribute = unsafe extern "C" fn(*mut c_int, c_int, c_int) -> u32;
 type DeviceMemory = unsafe extern "C" fn(*mut usize, c_int) -> u32;
 type ErrorName = unsafe extern "C" fn(u32, *mut *const c_char) -> u32;
 
-/// The functions that the probe needs. The library stays loaded until the program ends, so they stay valid.
+/// The functions that the probe needs. The library stays loaded until the program ends, so they
+/// stay valid.
 struct Driver {
     init: Init,
     version: ToInt,
@@ -130,8 +133,8 @@ struct Driver {
 
 impl Driver {
     fn load() -> Result<Self, Unavailable> {
-        // SAFETY: loading the vendor's driver runs its constructors, which is what asking for CUDA means; the check loads and
-        // unloads it and touches nothing of this program.
+        // SAFETY: loading the vendor's driver runs its constructors, which is what asking for CUDA
+        // means; the check loads and unloads it and touches nothing of this program.
         if !unsafe { sys::is_culib_present() } {
             return Err(Unavailable::NoLibrary { searched: "libcuda.so or libcuda.so.1".into() });
         }
@@ -184,14 +187,16 @@ impl Driver {
 
     fn attribute(&self, attribute: c_int, device: c_int) -> Result<i32, Unavailable> {
         let mut value = 0;
-        // SAFETY: the signature is the driver's, the pointer is to a live integer, the device came from the driver.
+        // SAFETY: the signature is the driver's, the pointer is to a live integer, the device came
+        // from the driver.
         let code = unsafe { (self.attribute)(&mut value, attribute, device) };
         self.check("cuDeviceGetAttribute", code).map(|()| value)
     }
 
     fn device_memory(&self, device: c_int) -> Result<usize, Unavailable> {
         let mut bytes = 0;
-        // SAFETY: the signature is the driver's, the pointer is to a live integer, the device came from the driver.
+        // SAFETY: the signature is the driver's, the pointer is to a live integer, the device came
+        // from the driver.
         let code = unsafe { (self.memory)(&mut bytes, device) };
         self.check("cuDeviceTotalMem_v2", code).map(|()| bytes)
     }
@@ -199,7 +204,8 @@ impl Driver {
     fn device_name(&self, device: c_int) -> Result<String, Unavailable> {
         let mut name = [0u8; 256];
         let room = name.len() as c_int;
-        // SAFETY: the signature is the driver's, and it writes at most `room` bytes, which the array has.
+        // SAFETY: the signature is the driver's, and it writes at most `room` bytes, which the
+        // array has.
         let code = unsafe { (self.name)(name.as_mut_ptr().cast(), room, device) };
         self.check("cuDeviceGetName", code)?;
         let end = name.iter().position(|byte| *byte == 0).unwrap_or(name.len());
@@ -221,17 +227,20 @@ impl Driver {
         if known != 0 || text.is_null() {
             return "unknown".into();
         }
-        // SAFETY: on success the driver stores a pointer to a text of its own that lives as long as the library and ends with 0.
+        // SAFETY: on success the driver stores a pointer to a text of its own that lives as long as
+        // the library and ends with 0.
         unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
     }
 }
 
-/// A function of the driver. `F` must be its signature; results are declared as `u32`, the width of the driver's enumeration.
+/// A function of the driver. `F` must be its signature; results are declared as `u32`, the width of
+/// the driver's enumeration.
 fn symbol<F: Copy>(name: &'static str) -> Result<F, Unavailable> {
     const { assert!(size_of::<F>() == size_of::<*const ()>()) };
     // SAFETY: the library is present, so this loads it once and cannot fail for want of it.
     let library = unsafe { sys::culib() };
-    // SAFETY: `F` is a function pointer of the size of an address, with the signature that the driver documents for `name`.
+    // SAFETY: `F` is a function pointer of the size of an address, with the signature that the
+    // driver documents for `name`.
     let found = unsafe { library.get::<F>(name.as_bytes()) };
     found.map(|function| *function).map_err(|_| Unavailable::MissingSymbol { symbol: name })
 }

@@ -220,6 +220,33 @@ fn a_graph_outlives_the_prepared_that_it_was_recorded_from() {
     });
 }
 
+/// First an input of one call, then the output of another: the graph writes it.
+#[test]
+fn a_tensor_that_a_graph_reads_and_then_writes_is_written() {
+    late(|device| {
+        let caller = device.own_stream().unwrap();
+        let mut stream = device.stream(&caller).unwrap();
+        let sum = plans::<Late>(device.facts()).1.prepare(device).unwrap();
+        let lane = Lane::new(device, "lane", &[sum.plan().scratch_bytes()]).unwrap();
+        let (x, y) = (tensor(device, "x", &[1.0; 32]), tensor(device, "y", &[2.0; 32]));
+        let call = |from: &Lease<f32, Late>, to: &Lease<f32, Late>| {
+            let out = (&to.part(0..ROWS).unwrap()).into();
+            sum.bind(SumArgs { x: from.into(), out, scratch: lane.lease() })
+        };
+        let mut graph = Slots::new(device)
+            .capture(&mut stream, |rec| {
+                call(&x.lease(), &y.lease())?.run(rec)?;
+                call(&y.lease(), &x.lease())?.run(rec)
+            })
+            .unwrap();
+        let _ = graph.replay(&mut stream).unwrap();
+        assert_eq!(x.read().err(), Some(Error::InFlight { what: "x".into() }));
+        stream.wait().unwrap();
+        assert_eq!(x.read().unwrap()[..3], [16.0 + 16.0 + 14.0 * 2.0, 32.0, 1.0]);
+        assert_eq!(y.read().unwrap()[..3], [16.0, 16.0, 2.0]);
+    });
+}
+
 #[test]
 fn two_streams_need_an_order() {
     late(|device| {

@@ -52,7 +52,8 @@ impl<'f> Case<'f> {
     /// Reads the bytes of a case file.
     ///
     /// # Errors
-    /// Bytes that are not a safetensors file, by what is wrong with them; metadata that is absent or not what it should be, by key.
+    /// Bytes that are not a safetensors file, by what is wrong with them; metadata that is absent
+    /// or not what it should be, by key.
     pub fn parse(bytes: &'f [u8]) -> Result<Self, Failure> {
         let failed = |error: SafeTensorError| {
             Failure::input(
@@ -100,7 +101,8 @@ pub fn object(text: &str) -> Result<Map<String, Value>, Failure> {
     })
 }
 
-/// An object whose fields are there once: the usual reader keeps the last one and forgets the others.
+/// An object whose fields are there once: the usual reader keeps the last one and forgets the
+/// others.
 struct Once(Map<String, Value>);
 
 impl<'de> Deserialize<'de> for Once {
@@ -127,7 +129,8 @@ impl<'de> Deserialize<'de> for Once {
     }
 }
 
-/// The text of an error, with the tensor that it is about where the header can be read far enough to find it.
+/// The text of an error, with the tensor that it is about where the header can be read far enough
+/// to find it.
 fn explain(bytes: &[u8], error: &SafeTensorError) -> String {
     let guilty = header(bytes).and_then(|header| {
         header

@@ -1,4 +1,5 @@
-//! The table of an operation's tensors: names, dtypes and axes, checked against each other and against the spec.
+//! The table of an operation's tensors: names, dtypes and axes, checked against each other and
+//! against the spec.
 
 use std::collections::BTreeMap;
 
@@ -43,14 +44,14 @@ pub struct Table {
     pub capacity: &'static [(&'static str, &'static str)],
 }
 
-/// The sizes of a case, by name.
+/// The sizes of a case, by name, each with the tensor that gave it, or `spec`.
 #[derive(Clone, Debug, Default)]
-pub struct Dims(BTreeMap<&'static str, usize>);
+pub struct Dims(BTreeMap<&'static str, (usize, &'static str)>);
 
 impl Dims {
     /// A size; 0 for one that no tensor of the case has.
     pub fn of(&self, name: &str) -> usize {
-        self.0.get(name).copied().unwrap_or(0)
+        self.0.get(name).map_or(0, |(size, _)| *size)
     }
 
     /// Whether some tensor or the spec gave it.
@@ -60,28 +61,31 @@ impl Dims {
 
     fn expected(&self, axis: Axis) -> Option<usize> {
         match axis {
-            Axis::Of(name) => self.0.get(name).copied(),
-            Axis::OneMore(name) => self.0.get(name).map(|size| size.saturating_add(1)),
+            Axis::Of(name) => self.0.get(name).map(|(size, _)| *size),
+            Axis::OneMore(name) => self.0.get(name).map(|(size, _)| size.saturating_add(1)),
             Axis::Exactly(size) => Some(size),
         }
     }
 
-    fn bind(&mut self, axis: Axis, size: usize) -> bool {
-        match (self.expected(axis), axis) {
-            (Some(needed), _) => needed == size,
-            (None, Axis::Of(name)) => self.0.insert(name, size).is_none(),
-            (None, Axis::OneMore(name)) if size > 0 => self.0.insert(name, size - 1).is_none(),
-            (None, _) => false,
-        }
+    fn bind(&mut self, axis: Axis, size: usize, tensor: &'static str) -> bool {
+        let (name, size) = match (self.expected(axis), axis) {
+            (Some(needed), _) => return needed == size,
+            (None, Axis::Of(name)) => (name, size),
+            (None, Axis::OneMore(name)) if size > 0 => (name, size - 1),
+            (None, _) => return false,
+        };
+        self.0.insert(name, (size, tensor)).is_none()
     }
 
     fn describe(&self, axis: Axis) -> String {
-        match (axis, self.expected(axis)) {
-            (Axis::Of(name), Some(size)) => format!("{name}={size}"),
-            (Axis::Of(name), None) => name.to_owned(),
-            (Axis::OneMore(name), Some(size)) => format!("{name}+1={size}"),
-            (Axis::OneMore(name), None) => format!("{name}+1"),
-            (Axis::Exactly(size), _) => size.to_string(),
+        let (name, more) = match axis {
+            Axis::Of(name) => (name, ""),
+            Axis::OneMore(name) => (name, "+1"),
+            Axis::Exactly(size) => return size.to_string(),
+        };
+        match (self.expected(axis), self.0.get(name)) {
+            (Some(size), Some((_, from))) => format!("{name}{more}={size} ({from})"),
+            _ => format!("{name}{more}"),
         }
     }
 }
@@ -90,7 +94,8 @@ impl Table {
     /// Checks every tensor, finds the sizes, and fills the fields of `spec` that are absent.
     ///
     /// # Errors
-    /// The first tensor that is unknown, absent, or of another dtype or shape, by name, with what was needed and what was given.
+    /// The first tensor that is unknown, absent, or of another dtype or shape, by name, with what
+    /// was needed and what was given.
     pub fn check(
         &self,
         spec: &mut Map<String, Value>,
@@ -107,7 +112,7 @@ impl Table {
         let mut dims = Dims::default();
         for (field, size) in self.equal {
             if let Some(value) = number(spec, field) {
-                dims.0.insert(size, value);
+                dims.0.insert(size, (value, "spec"));
             }
         }
         for rule in self.inputs {
@@ -132,7 +137,9 @@ impl Table {
                 let tensor = self.inputs.iter().find(|rule| rule.axes.iter().any(axis));
                 let name = tensor.map_or(*size, |rule| rule.name);
                 return Err(Failure::input(
-                    format!("tensor `{name}`: needed {size} <= {field} = {capacity}, given {given}"),
+                    format!(
+                        "tensor `{name}`: needed {size} <= {field} = {capacity}, given {given}"
+                    ),
                     format!("raise or remove `{field}` in the spec"),
                 ));
             }
@@ -148,7 +155,11 @@ impl TensorRule {
         let dtype = self.dtypes.iter().any(|dtype| file_dtype(*dtype) == tensor.dtype);
         let needed = self.needed(dims);
         let fits = tensor.shape.len() == self.axes.len()
-            && self.axes.iter().zip(&tensor.shape).all(|(axis, size)| dims.bind(*axis, *size));
+            && self
+                .axes
+                .iter()
+                .zip(&tensor.shape)
+                .all(|(axis, size)| dims.bind(*axis, *size, self.name));
         if dtype && fits {
             return Ok(());
         }
@@ -172,7 +183,8 @@ impl TensorRule {
     }
 }
 
-/// A field that is a size. Anything else is left to the reader of the Spec, which says what is wrong with it.
+/// A field that is a size. Anything else is left to the reader of the Spec, which says what is
+/// wrong with it.
 pub fn number(spec: &Map<String, Value>, field: &str) -> Option<usize> {
     spec.get(field).and_then(Value::as_u64).and_then(|value| usize::try_from(value).ok())
 }
@@ -196,6 +208,12 @@ mod tests {
                 axes: &[Axis::OneMore("B")],
                 required: false,
             },
+            TensorRule {
+                name: "lens",
+                dtypes: &[Dtype::I32],
+                axes: &[Axis::Of("B")],
+                required: false,
+            },
         ],
         equal: &[("heads", "H")],
         capacity: &[("max_rows", "R"), ("max_batch", "B")],
@@ -217,7 +235,10 @@ mod tests {
     #[test]
     fn absent_fields_come_from_the_shapes() {
         let spec = check(json!({}), &[("x", Dtype::Bf16, &[3, 5]), ("ends", Dtype::I32, &[3])]);
-        assert_eq!(Value::Object(spec.unwrap()), json!({"heads": 5, "max_rows": 3, "max_batch": 2}));
+        assert_eq!(
+            Value::Object(spec.unwrap()),
+            json!({"heads": 5, "max_rows": 3, "max_batch": 2})
+        );
         let empty = check(json!({"max_rows": 9}), &[("x", Dtype::Bf16, &[0, 5])]).unwrap();
         assert_eq!(Value::Object(empty), json!({"heads": 5, "max_rows": 9}));
     }
@@ -225,9 +246,13 @@ mod tests {
     #[test]
     fn errors_name_the_tensor_what_was_needed_and_what_was_given() {
         let x: (&str, Dtype, &[usize]) = ("x", Dtype::Bf16, &[3, 5]);
-        let tries: [(Value, Vec<(&str, Dtype, &[usize])>, &str); 7] = [
+        let tries: [(Value, Vec<(&str, Dtype, &[usize])>, &str); 8] = [
             (json!({}), vec![], "tensor `x`: needed BF16 [R, H], given nothing"),
-            (json!({"heads": 4}), vec![x], "tensor `x`: needed BF16 [R, H=4], given BF16 [3, 5]"),
+            (
+                json!({"heads": 4}),
+                vec![x],
+                "tensor `x`: needed BF16 [R, H=4 (spec)], given BF16 [3, 5]",
+            ),
             (
                 json!({}),
                 vec![("x", Dtype::F32, &[3, 5])],
@@ -243,7 +268,16 @@ mod tests {
                 vec![x, ("ends", Dtype::I32, &[0])],
                 "tensor `ends`: needed I32 [B+1], given I32 [0]",
             ),
-            (json!({}), vec![x, ("y", Dtype::I32, &[1])], "tensor `y`: needed one of x, ends"),
+            (
+                json!({}),
+                vec![x, ("y", Dtype::I32, &[1])],
+                "tensor `y`: needed one of x, ends, lens",
+            ),
+            (
+                json!({}),
+                vec![x, ("ends", Dtype::I32, &[3]), ("lens", Dtype::I32, &[4])],
+                "tensor `lens`: needed I32 [B=2 (ends)], given I32 [4]",
+            ),
             (json!({"max_rows": 2}), vec![x], "tensor `x`: needed R <= max_rows = 2, given 3"),
         ];
         for (spec, tensors, needed) in tries {

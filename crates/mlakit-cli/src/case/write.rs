@@ -10,8 +10,8 @@ use serde_json::{Map, Value, json};
 use super::tensor::Tensor;
 use crate::failure::Failure;
 
-/// Writes a safetensors file. The bytes go to a file beside it, which then takes its name, so that an error leaves no file, and an older
-/// file whole.
+/// Writes a safetensors file. The bytes go to a file beside it, which then takes its name, so that
+/// an error leaves no file, and an older file whole.
 ///
 /// # Errors
 /// A path that cannot be written.

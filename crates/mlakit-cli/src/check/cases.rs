@@ -115,8 +115,8 @@ impl Shape {
         };
         let Value::Object(spec) = fields else { unreachable!("every shape has named fields") };
         let text = Value::Object(spec.clone()).to_string();
-        let metadata =
-            [("operation", self.operation().to_owned()), ("spec", text)].map(|(k, v)| (k.into(), v));
+        let metadata = [("operation", self.operation().to_owned()), ("spec", text)]
+            .map(|(k, v)| (k.into(), v));
         let operation = self.operation().into();
         Case { operation, spec, metadata: metadata.into(), tensors }
     }
@@ -197,7 +197,8 @@ impl DenseShape {
         Tensor::new(Dtype::E4m3, shape.to_vec(), &codes)
     }
 
-    /// The pages in a shuffled order, with as many more that belong to nobody; the table, wider than needed.
+    /// The pages in a shuffled order, with as many more that belong to nobody; the table, wider
+    /// than needed.
     fn pages(&self, tensors: &mut Tensors<'static>, random: &mut Random) {
         let qk = self.widths.0;
         let layout = RecordLayout { format: self.record, width: qk + self.padding.0 };
@@ -215,8 +216,7 @@ impl DenseShape {
                 if position % self.page_size == 0 {
                     *entry = *next.next().expect("there are as many as are needed") as i32;
                 }
-                let first =
-                    *entry as usize * stride + position % self.page_size * layout.bytes();
+                let first = *entry as usize * stride + position % self.page_size * layout.bytes();
                 let values = random.bf16s(qk, 1.0);
                 layout.encode(&mut cache[first..][..layout.bytes()], &values, Self::KV_SCALE);
             }
@@ -265,7 +265,8 @@ impl WriterShape {
         let layout = RecordLayout { format: self.record, width: latent + rope + self.padding.0 };
         let stride = page_size * layout.bytes() + self.padding.1;
         let cache: Vec<u8> = (0..pages * stride).map(|_| random.bits() as u8).collect();
-        // Each slot once, so that the order of writing does not show; some negative, one behind the pool.
+        // Each slot once, so that the order of writing does not show; some negative, one behind the
+        // pool.
         let order = random.order(pages * page_size);
         let slot = |row: usize| match row % 7 {
             3 => -1 - row as i64,

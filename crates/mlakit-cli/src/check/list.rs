@@ -104,8 +104,7 @@ fn records() -> Vec<Named> {
 /// Merge, writer, projection.
 fn others() -> Vec<Named> {
     let mut list = Vec::new();
-    for (splits, partial) in
-        [(1, Dtype::Bf16), (2, Dtype::F32), (7, Dtype::Bf16), (64, Dtype::F32)]
+    for (splits, partial) in [(1, Dtype::Bf16), (2, Dtype::F32), (7, Dtype::Bf16), (64, Dtype::F32)]
     {
         for (sink, lse) in [(false, "natural"), (true, "base2")] {
             let shape = [splits, 5, 11, 64];
@@ -124,6 +123,8 @@ fn others() -> Vec<Named> {
             list.push(named(name, page_size == 16, Shape::Writer(shape)));
         }
     }
+    let wide = ProjectionShape { shape: [5, 3, 64, 48], options: json!({"output": "f32"}) };
+    list.push(named("output F32", true, Shape::Projection(wide)));
     for shape in [[1, 16, 128, 512], [5, 3, 512, 128], [64, 2, 128, 512], [7, 11, 34, 70]] {
         let [rows, heads, p, n] = shape;
         for gap in [0, 64] {

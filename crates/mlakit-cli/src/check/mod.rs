@@ -17,10 +17,12 @@ pub mod random;
 
 use list::Named;
 
-/// The bound of outputs: RMS of the error of a row over RMS of the row, both sides rounded to BF16. Probabilities that are rounded to
-/// BF16 cost about 1e-3, and so do rounding a partial result and rounding an output (docs/numerics.md).
+/// The bound of outputs: RMS of the error of a row over RMS of the row, both sides rounded to BF16.
+/// Probabilities that are rounded to BF16 cost about 1e-3, and so do rounding a partial result and
+/// rounding an output (docs/numerics.md).
 pub const OUTPUT_BOUND: f64 = 4e-3;
-/// The bound of a log-sum-exp, relative to the larger of it and 1. Scores are sums of several hundred f32 products.
+/// The bound of a log-sum-exp, relative to the larger of it and 1. Scores are sums of several
+/// hundred f32 products.
 pub const LSE_BOUND: f64 = 1e-4;
 
 /// One case that was compared.
@@ -94,7 +96,8 @@ impl Report for Checked {
 /// `mlakit check`.
 ///
 /// # Errors
-/// A device that is not there, an operation that is none. A case that fails is a line of the result.
+/// A device that is not there, an operation that is none. A case that fails is a line of the
+/// result.
 pub fn command(args: &CheckArgs, environment: &Environment) -> Result<Checked, Failure> {
     let wanted = args.op.as_deref().map(op::find).transpose()?.map(|operation| operation.name);
     let device = device::open(&args.device, environment)?;
@@ -198,10 +201,9 @@ impl Worst {
                 let far = |i: &usize| (n[*i] - g[*i]).abs();
                 let at = (0..n.len()).max_by(|a, b| far(a).total_cmp(&far(b))).unwrap_or(0);
                 let place = compare::coordinate(row * width + at, &needed.shape);
-                worst.text = format!(
-                    "{name} at {place:?}: needed {}, given {}; the error {error:.2e} is above {bound:.2e}",
-                    n[at], g[at]
-                );
+                let values = format!("needed {}, given {}", n[at], g[at]);
+                let verdict = format!("the error {error:.2e} is above {bound:.2e}");
+                worst.text = format!("{name} at {place:?}: {values}; {verdict}");
                 worst.error = error;
             }
         }

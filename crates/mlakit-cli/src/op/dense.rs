@@ -1,9 +1,7 @@
 //! `dense` from a case file.
 
 use half::bf16;
-use mlakit::op::dense::{
-    Dense, DenseArgs, DenseCase, QueryCase, QueryDtype, QueryInput, oracle,
-};
+use mlakit::op::dense::{Dense, DenseArgs, DenseCase, QueryCase, QueryDtype, QueryInput, oracle};
 use mlakit::op::merge::LseOutput;
 use mlakit::splits::Division;
 use mlakit::{Device, Dtype, E4m3, Element, Error, Input, LseBase, PageGeometry};

@@ -1,8 +1,6 @@
 //! `merge` from a case file.
 
-use mlakit::op::merge::{
-    LseInput, Merge, MergeArgs, MergeCase, Partial, PartialInput, oracle,
-};
+use mlakit::op::merge::{LseInput, Merge, MergeArgs, MergeCase, Partial, PartialInput, oracle};
 use mlakit::{Device, Dtype, Error, LseBase};
 use safetensors::Dtype as FileDtype;
 use serde_json::{Map, Value};

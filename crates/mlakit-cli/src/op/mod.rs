@@ -232,7 +232,8 @@ pub fn read_spec<O: Op>(fields: Map<String, Value>) -> Result<O::Spec, Failure> 
 }
 
 impl<'c, O: CaseOp> Call<'c, O> {
-    /// Checks a case: every tensor against the table, the fields, and what the operation itself asks for.
+    /// Checks a case: every tensor against the table, the fields, and what the operation itself
+    /// asks for.
     ///
     /// # Errors
     /// The first thing that is wrong, by name.
@@ -241,10 +242,10 @@ impl<'c, O: CaseOp> Call<'c, O> {
         let dims = O::TABLE.check(&mut spec, &tensors)?;
         O::derive(&mut spec, &tensors, &dims);
         let call = Self { spec: read_spec::<O>(spec)?, dims, tensors };
+        O::check(&call)?;
         call.check_optional()?;
         call.check_pages()?;
         call.check_scales()?;
-        O::check(&call)?;
         call.check_memory()?;
         Ok(call)
     }
@@ -269,7 +270,9 @@ impl<'c, O: CaseOp> Call<'c, O> {
             return Ok(());
         }
         Err(Failure::input(
-            format!("tensor `cache`: needed {needed} bytes a page or more ({geometry}), given {given}"),
+            format!(
+                "tensor `cache`: needed {needed} bytes a page or more ({geometry}), given {given}"
+            ),
             "compare `record`, `page_size` and the widths in the spec with the cache",
         ))
     }
@@ -340,10 +343,8 @@ struct Printed {
 
 impl Report for OpReport {
     fn lines(&self) -> Vec<String> {
-        let mut rows = vec![
-            ("operation", self.operation.to_owned()),
-            ("device", self.device.clone()),
-        ];
+        let mut rows =
+            vec![("operation", self.operation.to_owned()), ("device", self.device.clone())];
         if let Some(plan) = &self.plan {
             rows.extend(plan.choices());
         }
@@ -356,7 +357,8 @@ impl Report for OpReport {
             let shape = format!("{:?}", output.shape);
             vec![output.name.to_owned(), output.dtype.clone(), shape, output.checksum.clone()]
         });
-        let outputs = report::table(&["output", "dtype", "shape", "checksum"], &[], outputs.collect());
+        let outputs =
+            report::table(&["output", "dtype", "shape", "checksum"], &[], outputs.collect());
         let mut lines = vec![report::pairs(&rows)];
         lines.extend(self.plan.iter().map(PlanReport::scratch_table));
         lines.push(outputs);
@@ -376,7 +378,10 @@ pub fn command(args: &OpArgs, environment: &Environment) -> Result<impl Report +
     let case = Case::parse(&bytes).map_err(|failure| failure.within(&place))?;
     if case.operation != operation.name {
         return Err(Failure::input(
-            format!("{place}: needed a case of {}, given one of {:?}", operation.name, case.operation),
+            format!(
+                "{place}: needed a case of {}, given one of {:?}",
+                operation.name, case.operation
+            ),
             format!("run `mlakit op {}`, or give another case", case.operation),
         ));
     }

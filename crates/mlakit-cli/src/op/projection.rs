@@ -1,6 +1,8 @@
-//! `projection` from a case file. There, heads follow each other without gaps; the Spec's strides say how they lie on the device.
+//! `projection` from a case file. There, heads follow each other without gaps; the Spec's strides
+//! say how they lie on the device.
 
 use half::bf16;
+use mlakit::op::layer::{Float, FloatOutput};
 use mlakit::op::projection::{Projection, ProjectionArgs, ProjectionSpec, oracle};
 use mlakit::{Device, Dtype, Error};
 
@@ -34,7 +36,7 @@ impl CaseOp for Projection {
 
     fn outputs(call: &Call<'_, Self>) -> Vec<Expected> {
         let shape = vec![call.dims.of("R"), call.spec.heads, call.spec.out_width];
-        vec![Expected::new("y", Dtype::Bf16, shape)]
+        vec![Expected::new("y", call.spec.output.dtype(), shape)]
     }
 
     fn args<D: Device, S: Source<D>>(
@@ -44,17 +46,20 @@ impl CaseOp for Projection {
         let spec = &call.spec;
         let lying = |width, stride| Lying(Some(Strided { width, stride }));
         let results = call.dims.of("R") * spec.heads * spec.out_width;
+        let results = (results, lying(spec.out_width, spec.out_stride()));
         Ok(ProjectionArgs {
             x: source.input::<bf16>("x", lying(spec.in_width, spec.in_stride()))?,
             weight: source.input::<bf16>("weight", Lying::default())?,
-            y: source.output::<bf16>("y", results, lying(spec.out_width, spec.out_stride()))?,
+            y: match spec.output {
+                Float::Bf16 => FloatOutput::Bf16(source.output("y", results.0, results.1)?),
+                Float::F32 => FloatOutput::F32(source.output("y", results.0, results.1)?),
+            },
             scratch: source.scratch(),
         })
     }
 
     fn oracle(call: &Call<'_, Self>) -> Outcome {
-        let (x, weight) =
-            (call.tensors.values::<bf16>("x"), call.tensors.values::<bf16>("weight"));
+        let (x, weight) = (call.tensors.values::<bf16>("x"), call.tensors.values::<bf16>("weight"));
         let y = oracle(&call.spec, &x, &weight);
         super::rounded(call, &[&y], [0; 3])
     }

@@ -59,7 +59,8 @@ impl<'s, O: CaseOp, D: Runs<O>> Session<'s, O, D> {
         self.outcome(|_| None)
     }
 
-    /// Captures it with its operands in slots and the pages behind a view. After [`Session::run`], which says what slots there are.
+    /// Captures it with its operands in slots and the pages behind a view. After [`Session::run`],
+    /// which says what slots there are.
     ///
     /// # Errors
     /// What binding or capturing says.

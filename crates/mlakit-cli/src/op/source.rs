@@ -64,7 +64,8 @@ impl Lying {
     }
 }
 
-/// Gives operands by name. An operation names its operands once, and so runs eagerly and is captured in the same way.
+/// Gives operands by name. An operation names its operands once, and so runs eagerly and is
+/// captured in the same way.
 pub trait Source<D: Device> {
     /// An input.
     fn input<T: Element>(
@@ -87,7 +88,8 @@ pub trait Source<D: Device> {
     fn scratch(&mut self) -> Scratch<'static, D>;
 }
 
-/// The error of an operand that no source has; the tables are checked before, so this is a mistake in an operation's `args`.
+/// The error of an operand that no source has; the tables are checked before, so this is a mistake
+/// in an operation's `args`.
 fn unknown(name: &'static str) -> Error {
     Error::contract(name, "an operand of this case", "none")
 }
@@ -114,7 +116,11 @@ trait Erased<D: Device> {
     /// Its contents without gaps.
     fn read(&self) -> Result<Vec<u8>, Error>;
     /// A slot of the same type and size.
-    fn slot(&self, name: &'static str, slots: &mut Slots<D>) -> Result<Box<dyn ErasedSlot<D>>, Error>;
+    fn slot(
+        &self,
+        name: &'static str,
+        slots: &mut Slots<D>,
+    ) -> Result<Box<dyn ErasedSlot<D>>, Error>;
 }
 
 struct Typed<T, D: Device> {
@@ -128,7 +134,11 @@ impl<T: Element, D: Device> Erased<D> for Typed<T, D> {
         Ok(bytemuck::cast_slice(&values).to_vec())
     }
 
-    fn slot(&self, name: &'static str, slots: &mut Slots<D>) -> Result<Box<dyn ErasedSlot<D>>, Error> {
+    fn slot(
+        &self,
+        name: &'static str,
+        slots: &mut Slots<D>,
+    ) -> Result<Box<dyn ErasedSlot<D>>, Error> {
         let key = slots.slot::<T>(name, self.buffer.len())?;
         Ok(Box::new(TypedSlot { key, len: self.buffer.len(), lying: self.lying }))
     }
@@ -222,7 +232,8 @@ impl<'c, D: Device> Operands<'c, D> {
     }
 
     fn read_pool(&self, name: &'static str) -> Result<Vec<u8>, Error> {
-        let (pool, _) = self.pool.as_ref().filter(|_| name == "cache").ok_or_else(|| unknown(name))?;
+        let (pool, _) =
+            self.pool.as_ref().filter(|_| name == "cache").ok_or_else(|| unknown(name))?;
         let mut bytes = vec![0; pool.pages() * pool.page_stride_bytes()];
         pool.read((0, 0), &mut bytes)?;
         Ok(bytes)

@@ -85,7 +85,11 @@ impl Report for PlanReport {
 #[derive(Serialize)]
 #[serde(untagged)]
 enum Planned {
-    Operation { operation: &'static str, #[serde(flatten)] plan: PlanReport },
+    Operation {
+        operation: &'static str,
+        #[serde(flatten)]
+        plan: PlanReport,
+    },
     Model(Box<model::ModelReport>),
 }
 
@@ -106,10 +110,7 @@ impl Report for Planned {
 ///
 /// # Errors
 /// A Spec or a config that is not one; a refusal; weights that do not fit the memory.
-pub fn command(
-    args: &PlanArgs,
-    environment: &Environment,
-) -> Result<impl Report + use<>, Failure> {
+pub fn command(args: &PlanArgs, environment: &Environment) -> Result<impl Report + use<>, Failure> {
     match (&args.op, &args.spec, &args.config) {
         (Some(name), Some(spec), _) => {
             let operation = op::find(name)?;

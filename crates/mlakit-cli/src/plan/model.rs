@@ -101,7 +101,8 @@ const NOT_COUNTED: &str =
 /// Reads a config and answers.
 ///
 /// # Errors
-/// A config that cannot be read; heads that the devices cannot share; a page size that is none; weights that do not fit.
+/// A config that cannot be read; heads that the devices cannot share; a page size that is none;
+/// weights that do not fit.
 pub fn plan(path: &Path, question: &Question) -> Result<ModelReport, Failure> {
     let path = if path.is_dir() { path.join("config.json") } else { path.to_path_buf() };
     let config = ModelConfig::from_file(&path)?;
@@ -180,7 +181,9 @@ impl Fit {
         let memory_bytes = (gib * f64::from(1 << 30)) as u128;
         let Some(cache_bytes) = memory_bytes.checked_sub(weight_bytes) else {
             return Err(Failure::input(
-                format!("--memory-gib: needed {weight_bytes} bytes for the weights, given {memory_bytes}"),
+                format!(
+                    "--memory-gib: the weights need {weight_bytes} bytes, given {memory_bytes}"
+                ),
                 "raise --memory-gib or --tp, or lower --weight-bits",
             ));
         };
@@ -231,7 +234,10 @@ impl Fit {
         report::pairs(&[
             ("memory", short(self.memory_bytes)),
             ("left for the cache", short(self.cache_bytes)),
-            ("page", format!("{} tokens of {}, {}", self.page_size, self.record, short(self.page_bytes))),
+            (
+                "page",
+                format!("{} tokens of {}, {}", self.page_size, self.record, short(self.page_bytes)),
+            ),
             ("pages that fit", self.pages.to_string()),
             ("tokens that fit", self.tokens.to_string()),
         ])

@@ -29,8 +29,9 @@ impl Count {
     }
 }
 
-/// The weights of a model by what they are for, in the order of a step. Every tensor that a layer of the config reads is counted once;
-/// draft layers are not. Absorbed forms of `kv_b_proj` have as many elements as itself.
+/// The weights of a model by what they are for, in the order of a step. Every tensor that a layer
+/// of the config reads is counted once; draft layers are not. Absorbed forms of `kv_b_proj` have as
+/// many elements as itself.
 pub fn count(config: &ModelConfig) -> Vec<(&'static str, Count)> {
     let product = |a: usize, b: usize| a as u128 * b as u128;
     let hidden = config.hidden_size;

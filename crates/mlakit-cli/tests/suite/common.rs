@@ -38,7 +38,8 @@ pub fn printed_json(output: &Output) -> Value {
     serde_json::from_str(&printed(output)).expect("one JSON object")
 }
 
-/// Checks that it refused: status 2, nothing on stdout, a message with `needle` and a help line on stderr, no panic.
+/// Checks that it refused: status 2, nothing on stdout, a message with `needle` and a help line on
+/// stderr, no panic.
 pub fn refused(output: &Output, needle: &str) {
     let errors = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(2), "{errors}");

@@ -1,4 +1,5 @@
-//! A driver that is absent or broken is an answer with its reason. Broken ones are built here: small libraries under the driver's name.
+//! A driver that is absent or broken is an answer with its reason. Broken ones are built here:
+//! small libraries under the driver's name.
 
 #![cfg(target_os = "linux")]
 
@@ -7,7 +8,8 @@ use std::process::Command;
 
 use crate::common::{Folder, dense, op_words, program, refused};
 
-/// A library with these functions, each of which returns a number. `cuDriverGetVersion` first stores a version, `cuDeviceGetCount` 0.
+/// A library with these functions, each of which returns a number. `cuDriverGetVersion` first
+/// stores a version, `cuDeviceGetCount` 0.
 fn source(version: i32, init: u32, functions: &[&str]) -> String {
     let mut text = String::new();
     for name in functions {
@@ -36,7 +38,6 @@ const ALL: [&str; 8] = [
 ];
 
 #[test]
-#[allow(non_snake_case)]
 fn a_broken_driver_is_named() {
     let rustc = std::env::var_os("RUSTC").unwrap_or("rustc".into());
     for (index, (version, init, functions, needle)) in [
@@ -55,7 +56,17 @@ fn a_broken_driver_is_named() {
         let (text, library) = (folder.path("driver.rs"), folder.path("libcuda.so"));
         fs::write(&text, source(version, init, functions)).unwrap();
         let built = Command::new(&rustc)
-            .args(["--edition", "2024", "--crate-type", "cdylib", "-C", "panic=abort", "-o"])
+            .args([
+                "--edition",
+                "2024",
+                "--crate-type",
+                "cdylib",
+                "-C",
+                "panic=abort",
+                "-A",
+                "warnings",
+                "-o",
+            ])
             .args([&library, &text])
             .status()
             .expect("the compiler that built this test");

@@ -9,7 +9,8 @@ use serde_json::json;
 
 use crate::common::{Folder, all, dense, mlakit, op_words, printed, printed_json, program, writer};
 
-/// Every operation: the device agrees with the oracle, replays have its bits, and files say what was run.
+/// Every operation: the device agrees with the oracle, replays have its bits, and files say what
+/// was run.
 #[test]
 fn every_operation_runs_is_replayed_and_agrees_with_its_oracle() {
     let folder = Folder::new();
@@ -75,7 +76,9 @@ fn a_whole_spec_and_a_short_one_are_the_same() {
     let mut whole = dense();
     let plan = |case: &Case<'_>, name: &str| {
         let path = folder.save(name, case);
-        printed_json(&mlakit([op_words("dense", &path, &folder.path("out")), vec!["--json".into()]].concat()))
+        printed_json(&mlakit(
+            [op_words("dense", &path, &folder.path("out")), vec!["--json".into()]].concat(),
+        ))
     };
     let short = plan(&whole, "short");
     let spec = short["spec"].as_object().expect("the summary has the whole spec").clone();
@@ -145,8 +148,7 @@ fn empty_cases_run() {
     requests.tensors.insert("q_offsets", offsets);
     let mut slots = writer();
     empty(&mut slots, "slots", mlakit::Dtype::I64, &[0]);
-    for (name, case) in
-        [("rows", rows), ("pages", pages), ("requests", requests), ("slots", slots)]
+    for (name, case) in [("rows", rows), ("pages", pages), ("requests", requests), ("slots", slots)]
     {
         let path = folder.save(name, &case);
         for more in [&["--replay", "2"][..], &["--oracle"]] {
@@ -173,7 +175,10 @@ fn instructions_can_be_chosen() {
             let by_variable = program().args(&words).env("MLAKIT_ISA", name).output().unwrap();
             assert!(printed(&by_variable).contains(name));
         } else {
-            crate::common::refused(&program().args(&words).args(["--isa", name]).output().unwrap(), name);
+            crate::common::refused(
+                &program().args(&words).args(["--isa", name]).output().unwrap(),
+                name,
+            );
         }
     }
 }

@@ -15,7 +15,8 @@ fn plan(op: &str, spec: &str, more: &[&str]) -> Value {
     printed_json(&mlakit(words))
 }
 
-/// The regions are what splits, rows, heads and widths say, to the byte; the partial dtype changes one of them alone.
+/// The regions are what splits, rows, heads and widths say, to the byte; the partial dtype changes
+/// one of them alone.
 #[test]
 fn scratch_is_exact() {
     let narrow = plan("dense", DENSE, &[]);
@@ -88,9 +89,12 @@ fn a_model_is_planned_from_its_config_alone() {
     let plain = ask("");
     assert_eq!(plain["layers"], 3);
     assert_eq!(plain["record_width"], 576);
-    assert_eq!(plain["cache"][0], json!({
-        "record": "bf16", "layer_bytes_per_token": 1152, "bytes_per_token": 3456,
-    }));
+    assert_eq!(
+        plain["cache"][0],
+        json!({
+            "record": "bf16", "layer_bytes_per_token": 1152, "bytes_per_token": 3456,
+        })
+    );
     assert_eq!(plain["fit"], Value::Null);
     let fit = |more: &str| {
         let report = ask(&format!("--memory-gib 1 {more}"));

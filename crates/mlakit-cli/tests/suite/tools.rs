@@ -35,8 +35,7 @@ fn bench_prints_every_sample() {
         assert_eq!(samples.len(), 7);
         assert!(samples.contains(&median) && samples.iter().all(|sample| *sample >= min));
         // 2 requests of 2 rows: the first row sees one key less.
-        let (heads, tokens) =
-            (shape["heads"].as_f64().unwrap(), shape["tokens"].as_f64().unwrap());
+        let (heads, tokens) = (shape["heads"].as_f64().unwrap(), shape["tokens"].as_f64().unwrap());
         let flops = 2.0 * (576.0 + 512.0) * heads * 2.0 * (2.0 * tokens - 1.0);
         let rate = flops / median / 1e6;
         assert!((shape["gflops"].as_f64().unwrap() / rate - 1.0).abs() < 1e-9);

@@ -263,6 +263,7 @@ impl Case {
             out_features: outer,
             x: self.a.bytes().cast(),
             x_stride: inner,
+            packed: false,
             w: self.b.bytes().cast(),
             y: self.c.bytes(),
             y_stride: outer,

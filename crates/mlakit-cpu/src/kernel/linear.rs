@@ -51,8 +51,11 @@ pub struct LinearCall<'a> {
     pub out_features: usize,
     /// Inputs.
     pub x: *const u16,
-    /// Elements from a row of `x` to the next.
+    /// Elements from a row of `x` to the next; with `packed` words.
     pub x_stride: usize,
+    /// Whether `x` holds F32 in the order of [`packed_words`]; only for instruction sets whose
+    /// factors are F32 (`packs_f32`).
+    pub packed: bool,
     /// Weights, contiguous.
     pub w: *const u16,
     /// Outputs: BF16 or F32.
@@ -80,6 +83,40 @@ const PASS_PAIRS: usize = 512;
 /// The call's pointers are valid as its fields say.
 #[inline(always)]
 pub(super) unsafe fn linear<E: Engine>(e: E, call: &LinearCall<'_>, outs: Range<usize>) {
+    // SAFETY: the contract of this function.
+    unsafe {
+        if call.packed && E::HALVES == 2 {
+            all_rows::<E, true>(e, call, outs);
+        } else {
+            all_rows::<E, false>(e, call, outs);
+        }
+    }
+}
+
+/// Words of a packed row of `width` F32 for vectors of `lanes`: for each `2 * lanes` elements (the
+/// last filled up with zeros) first the odd ones, then the even ones.
+pub fn packed_words(width: usize, lanes: usize) -> usize {
+    width.next_multiple_of(2 * lanes)
+}
+
+/// Packs a row; `to` has [`packed_words`].
+pub fn pack_row(from: &[f32], to: &mut [f32], lanes: usize) {
+    for (from, to) in from.chunks(2 * lanes).zip(to.chunks_exact_mut(2 * lanes)) {
+        to.fill(0.0);
+        for (i, value) in from.iter().enumerate() {
+            to[(1 - i % 2) * lanes + i / 2] = *value;
+        }
+    }
+}
+
+/// # Safety
+/// As [`linear`].
+#[inline(always)]
+unsafe fn all_rows<E: Engine, const PACKED: bool>(
+    e: E,
+    call: &LinearCall<'_>,
+    outs: Range<usize>,
+) {
     let mut done = 0;
     while done < call.rows {
         let mut group = Group { rows: [0; ROW_BLOCK], count: 0, expert: 0 };
@@ -87,7 +124,7 @@ pub(super) unsafe fn linear<E: Engine>(e: E, call: &LinearCall<'_>, outs: Range<
         unsafe {
             done += group.gather(call, done);
             if group.count > 0 {
-                group.compute(e, call, outs.clone());
+                group.compute::<E, PACKED>(e, call, outs.clone());
             } else {
                 refuse(call, done - 1, outs.clone());
             }
@@ -195,7 +232,7 @@ impl Group {
     /// # Safety
     /// As [`linear`].
     #[inline(always)]
-    unsafe fn compute<E: Engine>(&self, e: E, call: &LinearCall<'_>, outs: Range<usize>) {
+    unsafe fn compute<E: Engine, const PACKED: bool>(&self, e: E, call: &LinearCall<'_>, outs: Range<usize>) {
         let matrix = self.expert * call.out_features * call.in_features;
         let mut out = outs.start;
         while out < outs.end {
@@ -203,23 +240,24 @@ impl Group {
             // SAFETY: `left` outputs remain; the expert has a matrix.
             out += unsafe {
                 let w = call.w.add(matrix + out * call.in_features);
-                if self.count == 1 && left >= 2 * OUTS {
-                    self.tile::<E, { 2 * OUTS }>(e, call, out, w)
-                } else if left >= OUTS {
-                    self.tile::<E, OUTS>(e, call, out, w)
-                } else {
-                    self.tile::<E, 1>(e, call, out, w)
+                // The sums of a tile are as many as its rows may be: a decode step has few, and must not clear and copy those of many.
+                match self.count {
+                    1 if left >= 2 * OUTS => self.tile::<E, PACKED, { 2 * OUTS }, 1>(e, call, out, w),
+                    1 | 2 if left >= OUTS => self.tile::<E, PACKED, OUTS, 2>(e, call, out, w),
+                    1 | 2 => self.tile::<E, PACKED, 1, 2>(e, call, out, w),
+                    _ if left >= OUTS => self.tile::<E, PACKED, OUTS, ROW_BLOCK>(e, call, out, w),
+                    _ => self.tile::<E, PACKED, 1, ROW_BLOCK>(e, call, out, w),
                 }
             };
         }
     }
 
-    /// Computes `N` outputs of every row of the group and returns `N`.
+    /// Computes `N` outputs of every row of the group, at most `B`, and returns `N`.
     ///
     /// # Safety
     /// `w` is the first of `N` rows of weights.
     #[inline(always)]
-    unsafe fn tile<E: Engine, const N: usize>(
+    unsafe fn tile<E: Engine, const PACKED: bool, const N: usize, const B: usize>(
         &self,
         e: E,
         call: &LinearCall<'_>,
@@ -228,27 +266,32 @@ impl Group {
     ) -> usize {
         // SAFETY: `N` rows of weights.
         let w: [*const u16; N] = std::array::from_fn(|i| unsafe { w.add(i * call.in_features) });
-        let mut x = [std::ptr::null(); ROW_BLOCK];
+        let mut x = [std::ptr::null(); B];
         let shared = call.experts.map_or(1, |experts| experts.rows_per_input);
         for (x, row) in x.iter_mut().zip(self.rows).take(self.count) {
             // SAFETY: the input row exists.
-            *x = unsafe { call.x.add(row / shared * call.x_stride) };
+            *x = unsafe {
+                match PACKED {
+                    true => call.x.cast::<u32>().add(row / shared * call.x_stride).cast(),
+                    false => call.x.add(row / shared * call.x_stride),
+                }
+            };
         }
-        let mut sums = [[e.splat(0.0); N]; ROW_BLOCK];
+        let mut sums = [[e.splat(0.0); N]; B];
         let whole = call.in_features / (2 * E::W) * E::W;
         let mut pair = 0;
         while pair < whole {
             let pairs = pair..(pair + PASS_PAIRS).min(whole);
             pair = pairs.end;
             // SAFETY: whole vectors below `in_features`.
-            unsafe { self.pass(e, &x, &w, pairs, &mut sums) };
+            unsafe { self.pass::<E, PACKED, N>(e, &x, &w, pairs, &mut sums) };
         }
         // SAFETY: the elements from the whole vectors' end to `in_features` exist.
-        unsafe { self.end(e, &x, &w, 2 * whole..call.in_features, &mut sums) };
-        for (row, sums) in self.rows.iter().zip(sums).take(self.count) {
-            for (i, sum) in sums.into_iter().enumerate() {
+        unsafe { self.end::<E, PACKED, N>(e, &x, &w, 2 * whole..call.in_features, &mut sums) };
+        for (row, sums) in self.rows.iter().zip(&sums).take(self.count) {
+            for (i, sum) in sums.iter().enumerate() {
                 // SAFETY: the output exists.
-                unsafe { put(call, *row, out + i, e.sum(sum)) };
+                unsafe { put(call, *row, out + i, e.sum(*sum)) };
             }
         }
         N
@@ -259,13 +302,13 @@ impl Group {
     /// # Safety
     /// As [`tiles::dots`].
     #[inline(always)]
-    unsafe fn pass<E: Engine, const N: usize>(
+    unsafe fn pass<E: Engine, const PACKED: bool, const N: usize>(
         &self,
         e: E,
-        x: &[*const u16; ROW_BLOCK],
+        x: &[*const u16],
         w: &[*const u16; N],
         pairs: Range<usize>,
-        sums: &mut [[E::V; N]; ROW_BLOCK],
+        sums: &mut [[E::V; N]],
     ) {
         let mut row = 0;
         while row < self.count {
@@ -274,13 +317,13 @@ impl Group {
             // SAFETY: the contract of this function.
             row += unsafe {
                 if E::HALVES == 1 && left >= 6 {
-                    some_rows::<E, 6, N>(e, x, w, pairs.clone(), sums)
+                    some_rows::<E, PACKED, 6, N>(e, x, w, pairs.clone(), sums)
                 } else if E::REGISTERS >= 32 && left >= 4 {
-                    some_rows::<E, 4, N>(e, x, w, pairs.clone(), sums)
+                    some_rows::<E, PACKED, 4, N>(e, x, w, pairs.clone(), sums)
                 } else if left >= 2 {
-                    some_rows::<E, 2, N>(e, x, w, pairs.clone(), sums)
+                    some_rows::<E, PACKED, 2, N>(e, x, w, pairs.clone(), sums)
                 } else {
-                    some_rows::<E, 1, N>(e, x, w, pairs.clone(), sums)
+                    some_rows::<E, PACKED, 1, N>(e, x, w, pairs.clone(), sums)
                 }
             };
         }
@@ -291,13 +334,13 @@ impl Group {
     /// # Safety
     /// Every row has the elements.
     #[inline(always)]
-    unsafe fn end<E: Engine, const N: usize>(
+    unsafe fn end<E: Engine, const PACKED: bool, const N: usize>(
         &self,
         e: E,
-        x: &[*const u16; ROW_BLOCK],
+        x: &[*const u16],
         w: &[*const u16; N],
         elements: Range<usize>,
-        sums: &mut [[E::V; N]; ROW_BLOCK],
+        sums: &mut [[E::V; N]],
     ) {
         if elements.is_empty() {
             return;
@@ -314,10 +357,17 @@ impl Group {
         let w = w.map(fill);
         let w: [*const u16; N] = std::array::from_fn(|i| w[i].as_ptr());
         for (x, sums) in x.iter().zip(sums).take(self.count) {
-            let x = fill(*x);
             let mut one = [*sums];
-            // SAFETY: a copy holds a whole vector of pairs.
-            unsafe { tiles::dots(e, &[x.as_ptr()], &w, 0..E::W, &mut one) };
+            // SAFETY: a copy holds a whole vector of pairs, and packed rows are filled up to one.
+            unsafe {
+                if PACKED {
+                    let x = x.cast::<u32>().add(elements.start).cast();
+                    tiles::dots::<E, true, 1, N>(e, &[x], &w, 0..E::W, &mut one);
+                } else {
+                    let x = fill(*x);
+                    tiles::dots::<E, false, 1, N>(e, &[x.as_ptr()], &w, 0..E::W, &mut one);
+                }
+            }
             *sums = one[0];
         }
     }
@@ -328,7 +378,7 @@ impl Group {
 /// # Safety
 /// As [`tiles::dots`].
 #[inline(always)]
-unsafe fn some_rows<E: Engine, const ROWS: usize, const N: usize>(
+unsafe fn some_rows<E: Engine, const PACKED: bool, const ROWS: usize, const N: usize>(
     e: E,
     x: &[*const u16],
     w: &[*const u16; N],
@@ -338,6 +388,6 @@ unsafe fn some_rows<E: Engine, const ROWS: usize, const N: usize>(
     let x: &[*const u16; ROWS] = x.first_chunk().expect("that many rows remain");
     let sums: &mut [[E::V; N]; ROWS] = sums.first_chunk_mut().expect("that many rows remain");
     // SAFETY: the contract of this function.
-    unsafe { tiles::dots(e, x, w, pairs, sums) };
+    unsafe { tiles::dots::<E, PACKED, ROWS, N>(e, x, w, pairs, sums) };
     ROWS
 }

@@ -12,7 +12,7 @@ use crate::numerics::{exp2, log2};
 ///
 /// A partial weighs `exp(lse)`. NaN and +inf count as -inf; a partial of weight 0 is not read. The
 /// order of sums is that of split numbers. Where every partial is empty the output is 0 and the
-/// log-sum-exp -inf, sink or not.
+/// log-sum-exp -inf, or the sink where it counts.
 #[derive(Clone, Copy, Debug)]
 pub struct MergeCall {
     /// Partials a row has, at most.
@@ -118,7 +118,9 @@ unsafe fn weigh(call: &MergeCall, lane: usize) -> Weights {
         max = max.max(unsafe { partial_lse(call, split, lane) });
     }
     if max == f32::NEG_INFINITY {
-        return Weights { max, factor: 0.0, lse: max };
+        // SAFETY: the sink has an entry for each head.
+        let lse = if call.sink_in_lse { unsafe { sink_alone(call, lane) } } else { max };
+        return Weights { max, factor: 0.0, lse };
     }
     let mut sum = 0.0;
     for split in 0..call.splits {
@@ -149,6 +151,23 @@ unsafe fn weigh(call: &MergeCall, lane: usize) -> Weights {
         LseBase::Two => lse_log2 as f32,
     };
     Weights { max, factor: 1.0 / denominator, lse }
+}
+
+/// The log-sum-exp of a sink and nothing else.
+///
+/// # Safety
+/// The sink, where there is one, has an entry for each head.
+#[inline(always)]
+unsafe fn sink_alone(call: &MergeCall, lane: usize) -> f32 {
+    if call.sink.is_null() {
+        return f32::NEG_INFINITY;
+    }
+    // SAFETY: the caller's contract.
+    let sink = unsafe { *call.sink.add(lane % call.heads) };
+    match call.out_lse_base {
+        LseBase::Natural => sink,
+        LseBase::Two => (f64::from(sink) * std::f64::consts::LOG2_E) as f32,
+    }
 }
 
 /// `2^x`, infinite from 127 on: a sink that large leaves nothing of the rest.

@@ -24,7 +24,7 @@ pub use dense::{
     BLOCK, Counted, DenseCall, DenseItem, Geometry, KeyCache, KeyFormat, LseBase, OutFormat,
     Output, Queries, QueryFormat, Visible,
 };
-pub use linear::{Experts, LinearCall, LinearOut};
+pub use linear::{Experts, LinearCall, LinearOut, pack_row, packed_words};
 pub use merge::MergeCall;
 pub use projection::{ProjectionCall, ProjectionTask};
 
@@ -122,6 +122,16 @@ macro_rules! dispatch {
             scalar_entries::$entry($($argument),*)
         }
     }};
+}
+
+/// Lanes of the vectors for which an F32 input of a linear layer is packed; `None` where factors are
+/// BF16 and an F32 input is the sum of two of them.
+pub fn packs_f32(isa: Isa) -> Option<usize> {
+    match isa {
+        Isa::Avx2 => Some(8),
+        Isa::Avx512 => Some(16),
+        Isa::Scalar | Isa::Avx512Bf16 => None,
+    }
 }
 
 impl Kernels {

@@ -214,9 +214,10 @@ unsafe fn multiply<E: Engine, R: Rows, const LANES: usize>(
 ///
 /// # Safety
 /// Every row of both operands is readable for whole vectors of `W` pairs that cover `pairs`, which
-/// begins and ends at multiples of `W`.
+/// begins and ends at multiples of `W`. With `PACKED` the left rows are words that `Engine::pack` made:
+/// for each `W` pairs, `W` words a half.
 #[inline(always)]
-pub(super) unsafe fn dots<E: Engine, const ROWS: usize, const OUTS: usize>(
+pub(super) unsafe fn dots<E: Engine, const PACKED: bool, const ROWS: usize, const OUTS: usize>(
     e: E,
     x: &[*const u16; ROWS],
     w: &[*const u16; OUTS],
@@ -228,10 +229,15 @@ pub(super) unsafe fn dots<E: Engine, const ROWS: usize, const OUTS: usize>(
         // SAFETY: within the rows.
         unsafe {
             // All halves of the left rows are kept, so that each right row is loaded once.
-            let mut left = [[e.load_pairs(x[0].cast::<u32>().add(pair), 0); 2]; ROWS];
+            let mut left = [[e.load_pairs(w[0].cast::<u32>().add(pair), 0); 2]; ROWS];
             for row in 0..ROWS {
                 for half in 0..E::HALVES {
-                    left[row][half] = e.load_pairs(x[row].cast::<u32>().add(pair), half);
+                    let words = x[row].cast::<u32>();
+                    left[row][half] = if PACKED {
+                        e.load_packed(words.add(pair * E::HALVES + half * E::W))
+                    } else {
+                        e.load_pairs(words.add(pair), half)
+                    };
                 }
             }
             for out in 0..OUTS {

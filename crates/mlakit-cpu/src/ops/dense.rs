@@ -393,7 +393,10 @@ impl Launch {
                 rows: item.request_rows as usize,
                 first: (item.first_row - item.request_row) as usize,
             },
-            Some(lengths) => kernel::Visible::Lengths(lengths[item.first_row as usize..].as_ptr()),
+            Some(lengths) => kernel::Visible::Lengths {
+                lengths: lengths[item.first_row as usize..].as_ptr(),
+                kv_len: item.kv_len as i32,
+            },
         }
     }
 

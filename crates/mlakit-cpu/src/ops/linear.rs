@@ -12,15 +12,18 @@ use mlakit::{Choice, Error, Plan, Refusal, Region, Runs};
 
 use super::{Shared, divide, fault, read, write};
 use crate::device::{Cpu, Facts, Queue};
-use crate::kernel::{Experts, Kernels, LinearCall, LinearOut};
+use crate::isa::Isa;
+use crate::kernel::{
+    Experts, Kernels, LinearCall, LinearOut, pack_row, packed_words, packs_f32,
+};
 use crate::pool::Pool;
 
 /// The region of sums in F32 that a bias or gates still have to be applied to.
 const SUMS: &str = "sums";
 /// The region of the order in which rows of one expert are neighbours.
 const ORDER: &str = "order";
-/// The region of the two BF16 parts of an F32 `x`.
-const PARTS: &str = "x in two parts";
+/// The region of an F32 `x` as the kernel reads it.
+const OPERAND: &str = "x as an operand";
 /// The region of the ids of both parts.
 const IDS: &str = "ids of both parts";
 
@@ -30,40 +33,74 @@ const GRAIN: usize = 16;
 /// Code of a linear layer.
 pub struct LinearCode {
     kernels: Kernels,
+    operand: Operand,
     spec: LinearSpec,
 }
 
-/// Whether sums take a second step.
-fn finishes(spec: &LinearSpec) -> bool {
-    spec.bias || spec.combines() || parts(spec) > 1
+/// How the kernel reads `x`.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Operand {
+    /// BF16, where it lies.
+    Bf16,
+    /// F32, packed for vectors of so many lanes.
+    Packed(usize),
+    /// F32 as `high + low`, each rounded to BF16: 16 bits of it. The rows of both pass the same weights, so a decode step reads the weights
+    /// once.
+    Parts,
 }
 
-/// BF16 numbers that an element of `x` is the sum of. An F32 `x` is `high + low`, each rounded to BF16: 16 bits of it. Their rows pass the
-/// same weights, so a decode step reads the weights once.
-fn parts(spec: &LinearSpec) -> usize {
-    if spec.input == Float::F32 { 2 } else { 1 }
+impl Operand {
+    fn new(isa: Isa, spec: &LinearSpec) -> Self {
+        match (spec.input, packs_f32(isa)) {
+            (Float::Bf16, _) => Self::Bf16,
+            (Float::F32, Some(lanes)) => Self::Packed(lanes),
+            (Float::F32, None) => Self::Parts,
+        }
+    }
+
+    /// Rows that a row of `x` becomes.
+    fn rows(self) -> usize {
+        if self == Self::Parts { 2 } else { 1 }
+    }
+
+    /// Bytes that `rows` rows of `width` elements take in the scratch.
+    fn bytes(self, rows: usize, width: usize) -> usize {
+        match self {
+            Self::Bf16 => 0,
+            Self::Packed(lanes) => rows.saturating_mul(4 * packed_words(width, lanes)),
+            Self::Parts => rows.saturating_mul(2 * 2 * width),
+        }
+    }
+}
+
+/// Whether sums take a second step.
+fn finishes(spec: &LinearSpec, operand: Operand) -> bool {
+    spec.bias || spec.combines() || operand == Operand::Parts
 }
 
 impl Runs<Linear> for Cpu {
     type Code = Arc<LinearCode>;
 
     fn choose(facts: &Facts, spec: &LinearSpec) -> Result<Choice, Refusal> {
-        let both = parts(spec) > 1;
-        let pairs = spec.max_rows.saturating_mul(spec.used()).saturating_mul(parts(spec));
+        let operand = Operand::new(facts.isa, spec);
+        let pairs = spec.max_rows.saturating_mul(spec.used()).saturating_mul(operand.rows());
         let when = |wanted: bool, bytes: usize| if wanted { bytes } else { 0 };
-        let elements = spec.max_rows.saturating_mul(spec.x_row());
+        let rows = spec.max_rows.saturating_mul(spec.x_row() / spec.in_width);
         let experts = spec.experts.is_some();
+        let sums = pairs.saturating_mul(spec.out_width * 4);
+        let ids = experts && operand == Operand::Parts;
         let work = vec![
-            RegionSpec::new(SUMS, when(finishes(spec), pairs.saturating_mul(spec.out_width * 4))),
+            RegionSpec::new(SUMS, when(finishes(spec, operand), sums)),
             RegionSpec::new(ORDER, when(experts, pairs.saturating_mul(4))),
-            RegionSpec::new(PARTS, when(both, elements.saturating_mul(4))),
-            RegionSpec::new(IDS, when(both && experts, pairs.saturating_mul(4))),
+            RegionSpec::new(OPERAND, operand.bytes(rows, spec.in_width)),
+            RegionSpec::new(IDS, when(ids, pairs.saturating_mul(4))),
         ];
         Ok(Choice { work, ..Choice::of(super::kernel_name("linear", facts)) })
     }
 
     fn prepare(&self, plan: &Plan<Linear>) -> Result<Self::Code, Error> {
-        Ok(Arc::new(LinearCode { kernels: self.kernels()?, spec: plan.spec().clone() }))
+        let (kernels, spec) = (self.kernels()?, plan.spec().clone());
+        Ok(Arc::new(LinearCode { operand: Operand::new(kernels.isa(), &spec), kernels, spec }))
     }
 
     fn launch(
@@ -79,7 +116,7 @@ impl Runs<Linear> for Cpu {
             r: *regions,
             sums: scratch(SUMS),
             order: scratch(ORDER),
-            x_parts: scratch(PARTS),
+            operand: scratch(OPERAND),
             ids: scratch(IDS),
         };
         self.enqueue(queue, move |pool: &Pool| launch.run(pool))
@@ -91,31 +128,34 @@ struct Launch {
     r: LinearRegions,
     sums: Region,
     order: Region,
-    x_parts: Region,
+    operand: Region,
     ids: Region,
 }
 
 impl Launch {
     fn run(&self, pool: &Pool) {
         let spec = &self.code.spec;
-        let pairs = self.r.rows * spec.used() * parts(spec);
+        let operand = self.code.operand;
+        let pairs = self.r.rows * spec.used() * operand.rows();
         if pairs == 0 {
             return;
         }
-        let both = parts(spec) > 1;
-        if both {
-            self.split();
+        match operand {
+            Operand::Bf16 => {}
+            Operand::Packed(lanes) => self.pack(lanes),
+            Operand::Parts => self.split(),
         }
-        let ids = if both { self.ids } else { self.r.ids };
+        let ids = if operand == Operand::Parts { self.ids } else { self.r.ids };
         let sorted = spec.experts.is_some() && pairs > spec.used();
         if sorted {
             self.sort(ids, pairs);
         }
         let kernels = self.code.kernels;
+        let finishes = finishes(spec, operand);
         let pointers = Pointers {
-            x: Shared::of(if both { self.x_parts } else { self.r.x }),
+            x: Shared::of(if operand == Operand::Bf16 { self.r.x } else { self.operand }),
             w: Shared::of(self.r.weight),
-            y: Shared::of(if finishes(spec) { self.sums } else { self.r.y }),
+            y: Shared::of(if finishes { self.sums } else { self.r.y }),
             ids: Shared::of(ids),
             order: sorted.then(|| Shared::of(self.order)),
             counted_here: AtomicU32::new(0),
@@ -127,8 +167,21 @@ impl Launch {
             // SAFETY: the operands were bound at these sizes, and tasks have outputs of their own.
             unsafe { kernels.linear(&self.call(pairs, &pointers), outs) };
         });
-        if finishes(spec) {
+        if finishes {
             self.finish(pool);
+        }
+    }
+
+    /// Packs the rows of an F32 `x`.
+    fn pack(&self, lanes: usize) {
+        let (spec, width) = (&self.code.spec, self.code.spec.in_width);
+        let elements = self.r.rows * spec.x_row();
+        let words = packed_words(width, lanes);
+        // SAFETY: an operand and scratch of this launch, bound at these sizes.
+        let (x, packed): (&[f32], &mut [f32]) =
+            unsafe { (read(self.r.x, elements), write(self.operand, elements / width * words)) };
+        for (from, to) in x.chunks_exact(width).zip(packed.chunks_exact_mut(words)) {
+            pack_row(from, to, lanes);
         }
     }
 
@@ -143,7 +196,8 @@ impl Launch {
 
     fn call<'c>(&self, pairs: usize, pointers: &'c Pointers) -> LinearCall<'c> {
         let spec = &self.code.spec;
-        let out = match (finishes(spec), spec.output, spec.accumulate) {
+        let operand = self.code.operand;
+        let out = match (finishes(spec, operand), spec.output, spec.accumulate) {
             (true, _, _) => LinearOut::F32,
             (false, Float::Bf16, _) => LinearOut::Bf16,
             (false, Float::F32, false) => LinearOut::F32,
@@ -154,7 +208,11 @@ impl Launch {
             in_features: spec.in_width,
             out_features: spec.out_width,
             x: pointers.x.get(),
-            x_stride: spec.in_width,
+            x_stride: match operand {
+                Operand::Packed(lanes) => packed_words(spec.in_width, lanes),
+                Operand::Bf16 | Operand::Parts => spec.in_width,
+            },
+            packed: matches!(operand, Operand::Packed(_)),
             w: pointers.w.get(),
             y: pointers.y.get(),
             y_stride: spec.out_width,
@@ -175,7 +233,7 @@ impl Launch {
         let (elements, pairs) = (r.rows * spec.x_row(), r.rows * spec.used());
         // SAFETY: an operand and scratch of this launch, bound at these sizes.
         let (x, parts): (&[f32], &mut [bf16]) =
-            unsafe { (read(r.x, elements), write(self.x_parts, 2 * elements)) };
+            unsafe { (read(r.x, elements), write(self.operand, 2 * elements)) };
         let (high, low) = parts.split_at_mut(elements);
         for ((x, high), low) in x.iter().zip(high).zip(low) {
             *high = bf16::from_f32(*x);
@@ -209,14 +267,14 @@ impl Launch {
         // SAFETY: operands and scratch of this launch, bound at these sizes; the tasks that wrote the sums have ended.
         let (sums, bias, gates): (&[f32], &[f32], &[f32]) = unsafe {
             (
-                read(self.sums, parts(spec) * pairs * width),
+                read(self.sums, self.code.operand.rows() * pairs * width),
                 read(r.bias, if spec.bias { width } else { 0 }),
                 read(r.gates, if spec.combines() { pairs } else { 0 }),
             )
         };
         let sum = |pair: usize, out: usize| {
             let high = sums[pair * width + out];
-            if parts(spec) == 1 { high } else { high + sums[(pairs + pair) * width + out] }
+            if self.code.operand != Operand::Parts { high } else { high + sums[(pairs + pair) * width + out] }
         };
         let value = |row: usize, out: usize| {
             if !spec.combines() {

@@ -221,7 +221,7 @@ fn explicit_lengths_clamp_and_may_be_empty() {
         let mut outcome = Outcome { out: vec![0.0; 192], lse: vec![0.0; 12], faults: 0 };
         let faults = AtomicU32::new(0);
         let mut item = item(&case, 0, 0..6, 0..2, &mut outcome);
-        item.visible = Visible::Lengths(lengths.as_ptr());
+        item.visible = Visible::Lengths { lengths: lengths.as_ptr(), kv_len: 96 };
         run_item(kernels, &case.call(&faults), &item);
         for (row, length) in lengths.into_iter().enumerate() {
             for head in 0..2 {

@@ -37,6 +37,7 @@ impl Layer {
             out_features: self.outer,
             x: self.x.as_ptr(),
             x_stride: self.x_stride,
+            packed: false,
             w: self.w.as_ptr(),
             y: y.as_mut_ptr().cast(),
             y_stride: self.outer,

@@ -124,6 +124,11 @@ pub(crate) fn strided_elements(records: usize, stride: usize, width: usize) -> u
     }
 }
 
+/// The dtype of what a layer passes on, where a `Spec` does not say.
+pub(crate) fn narrow() -> Float {
+    Float::Bf16
+}
+
 /// The factor that changes nothing.
 pub(crate) fn one() -> Scalar {
     Scalar::try_from(1.0).expect("1 is finite")
@@ -206,6 +211,40 @@ impl<'w, D> FloatProbe<'w, D> {
 /// unit is allowed. `floor` is the error of F32 terms that cancel.
 pub(crate) fn same_bf16(floor: f64) -> impl Fn(&f64, &f64) -> bool {
     move |needed, given| needed == given || (needed - given).abs() <= needed.abs() / 256.0 + floor
+}
+
+/// What tests of operands need: a plan and tensors of a simulated device.
+#[cfg(all(test, feature = "sim"))]
+pub(crate) mod operands {
+    use crate::scratch::{FAULT_BYTES, Layout};
+    use crate::sim::AtOnce;
+    use crate::{Buffer, Category, Choice, Device, Element, Error, Lane, Op, Plan};
+
+    pub(crate) fn device() -> AtOnce {
+        AtOnce::new(1)
+    }
+
+    pub(crate) fn plan<O: Op>(spec: O::Spec) -> Plan<O> {
+        let scratch = Layout::new(Vec::new()).unwrap();
+        Plan { spec, choice: Choice::default(), scratch, planned_for: String::new() }
+    }
+
+    pub(crate) fn tensor<T: Element, D: Device>(device: &D, len: usize) -> Buffer<T, D> {
+        Buffer::zeroed(device, (Category::Tensors, "operand"), len).unwrap()
+    }
+
+    pub(crate) fn lane<D: Device>(device: &D) -> Lane<D> {
+        Lane::new(device, "lane", &[FAULT_BYTES]).unwrap()
+    }
+
+    /// The operand that was refused.
+    pub(crate) fn refused<R: std::fmt::Debug>(result: Result<R, Error>) -> String {
+        match result {
+            Err(Error::Contract { what, .. }) => what.to_owned(),
+            Err(Error::Size { what, .. }) => what.as_str().to_owned(),
+            other => panic!("{other:?}"),
+        }
+    }
 }
 
 #[cfg(test)]

@@ -129,7 +129,12 @@ pub enum Visible {
         first: usize,
     },
     /// Row `i` of the item sees the keys below entry `i`, which is readable for every row.
-    Lengths(*const i32),
+    Lengths {
+        /// One a row.
+        lengths: *const i32,
+        /// Keys of the request: longer lengths are clamped to it.
+        kv_len: i32,
+    },
 }
 
 /// One piece of work: some query rows of a request, some heads, a range of tokens.
@@ -187,7 +192,7 @@ impl DenseItem {
     /// item's tokens.
     ///
     /// # Safety
-    /// A [`Visible::Lengths`] array is readable at `row`.
+    /// The array of [`Visible::Lengths`] is readable at `row`.
     pub unsafe fn keys_of_row(&self, call: &DenseCall<'_>, row: usize) -> Range<usize> {
         let covered = self.table_width.saturating_mul(call.cache.page_size);
         let clamp = |len: i32| usize::try_from(len).unwrap_or(0).min(covered);
@@ -195,8 +200,10 @@ impl DenseItem {
             Visible::RightAligned { kv_len, rows, first } => {
                 (clamp(kv_len) + first + row + 1).saturating_sub(rows)
             }
-            // SAFETY: readable for every row by contract.
-            Visible::Lengths(lengths) => clamp(unsafe { *lengths.add(row) }),
+            Visible::Lengths { lengths, kv_len } => {
+                // SAFETY: readable for every row by contract.
+                clamp(unsafe { *lengths.add(row) }.min(kv_len))
+            }
         };
         let begin = call.window.map_or(0, |window| end.saturating_sub(window));
         let begin = begin.max(self.tokens.start);

@@ -51,10 +51,11 @@ pub(crate) fn log_sum_exp(max: f32, sum: f32, base: LseBase) -> f32 {
     if !(sum > 0.0 && sum < f32::INFINITY) {
         return f32::NAN;
     }
-    let two = f64::from(max) + log2(f64::from(sum));
+    // Rounded to f32 in base 2 whatever the base, as a partial result is, so that a row has the same bits with one split and after a merge.
+    let two = (f64::from(max) + log2(f64::from(sum))) as f32;
     match base {
-        LseBase::Two => two as f32,
-        LseBase::Natural => (two * std::f64::consts::LN_2) as f32,
+        LseBase::Two => two,
+        LseBase::Natural => (f64::from(two) * std::f64::consts::LN_2) as f32,
     }
 }
 

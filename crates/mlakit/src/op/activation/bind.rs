@@ -42,3 +42,29 @@ impl<'a, D> ActivationArgs<'a, D> {
         })
     }
 }
+
+#[cfg(all(test, feature = "sim"))]
+mod tests {
+    use super::*;
+    use crate::op::layer::operands::{device, lane, plan, refused, tensor};
+
+    fn declare(x: usize, y: usize) -> Result<ActivationRegions, Error> {
+        let text = r#"{"width":3,"max_rows":2,"input":"f32","kind":"silu"}"#;
+        let (device, plan) = (device(), plan::<Activation>(serde_json::from_str(text).unwrap()));
+        let (x, mut y, mut lane) = (tensor(&device, x), tensor(&device, y), lane(&device));
+        let args = ActivationArgs {
+            x: FloatInput::F32((&x).into()),
+            y: FloatOutput::Bf16((&mut y).into()),
+            scratch: (&mut lane).into(),
+        };
+        args.declare(&plan, &mut Uses::new())
+    }
+
+    #[test]
+    fn a_row_of_x_has_two_halves() {
+        assert_eq!(declare(12, 6).unwrap().rows, 2);
+        assert_eq!(refused(declare(11, 6)), "x");
+        assert_eq!(refused(declare(12, 5)), "y");
+        assert_eq!(refused(declare(18, 9)), "y");
+    }
+}

@@ -2,7 +2,7 @@
 //! silu`, `silu(v) = v / (1 + exp(-v))`.
 //!
 //! A row of `x` is the result of one `linear` whose matrix stacks the gate projection on the up
-//! projection. F32 up to the one rounding of `y` to BF16.
+//! projection. F32 up to the one rounding where `y` is BF16.
 //!
 //! Source: "GLU Variants Improve Transformer" (arXiv 2002.05202), SwiGLU with beta 1.
 

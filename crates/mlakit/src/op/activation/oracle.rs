@@ -2,7 +2,7 @@
 
 use super::spec::{ActivationKind, ActivationSpec};
 
-/// `[R, width]` before the rounding to BF16, from `x` `[R, 2, width]`.
+/// `[R, width]` before the rounding to its dtype, from `x` `[R, 2, width]`.
 pub fn oracle(spec: &ActivationSpec, x: &[f32]) -> Vec<f64> {
     let mut y = Vec::with_capacity(x.len() / 2);
     for row in x.chunks_exact(2 * spec.width) {

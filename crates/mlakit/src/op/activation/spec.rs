@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
-use crate::op::layer::{Float, MAX_ROW_WIDTH};
+use crate::op::layer::{Float, MAX_ROW_WIDTH, narrow};
 use crate::op::spec::{MAX_ROWS, checked_spec, within};
 
 /// The function of the gate.
@@ -12,10 +12,6 @@ use crate::op::spec::{MAX_ROWS, checked_spec, within};
 pub enum ActivationKind {
     /// `v / (1 + exp(-v))`.
     Silu,
-}
-
-fn narrow() -> Float {
-    Float::Bf16
 }
 
 /// The fields of an [`ActivationSpec`].
@@ -70,9 +66,11 @@ mod tests {
     }
 
     #[test]
-    fn json_has_no_unknown_field_or_function() {
+    fn json_has_defaults_and_no_unknown_field_or_function() {
         let spec: ActivationSpec = serde_json::from_str(TEXT).unwrap();
-        assert_eq!(serde_json::to_string(&spec).unwrap(), TEXT);
+        assert_eq!(spec.output, Float::Bf16);
+        let text = serde_json::to_string(&spec).unwrap();
+        assert_eq!(spec, serde_json::from_str::<ActivationSpec>(&text).unwrap());
         assert!(serde_json::from_str::<ActivationSpec>(&TEXT.replace("silu", "gelu")).is_err());
         assert!(serde_json::from_str::<ActivationSpec>(&TEXT.replace("kind", "type")).is_err());
     }

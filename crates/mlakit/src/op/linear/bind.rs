@@ -72,3 +72,90 @@ impl<'a, D> LinearArgs<'a, D> {
         })
     }
 }
+
+#[cfg(all(test, feature = "sim"))]
+mod tests {
+    use super::*;
+    use crate::op::layer::Float;
+    use crate::op::layer::operands::{device, lane, plan, refused, tensor};
+    use crate::op::linear::{Experts, LinearFields, LinearSpec};
+
+    /// Lengths of the operands; the matrices are 2 by 4.
+    #[derive(Clone, Copy)]
+    struct Lengths {
+        x: usize,
+        weight: usize,
+        ids: Option<usize>,
+        gates: Option<usize>,
+        y: usize,
+    }
+
+    fn declare(experts: Experts, dtypes: [Float; 2], of: Lengths) -> Result<LinearRegions, Error> {
+        let spec = LinearSpec::new(LinearFields {
+            in_width: 4,
+            out_width: 2,
+            max_rows: 3,
+            input: Float::Bf16,
+            output: Float::F32,
+            accumulate: false,
+            bias: false,
+            experts: Some(experts),
+        });
+        let (device, plan) = (device(), plan::<Linear>(spec.unwrap()));
+        let (x, wide_x) = (tensor(&device, of.x), tensor(&device, of.x));
+        let weight = tensor(&device, of.weight);
+        let ids = of.ids.map(|len| tensor::<i32, _>(&device, len));
+        let gates = of.gates.map(|len| tensor::<f32, _>(&device, len));
+        let (mut y, mut narrow_y) = (tensor(&device, of.y), tensor(&device, of.y));
+        let mut lane = lane(&device);
+        let args = LinearArgs {
+            x: match dtypes[0] {
+                Float::Bf16 => FloatInput::Bf16((&x).into()),
+                Float::F32 => FloatInput::F32((&wide_x).into()),
+            },
+            weight: (&weight).into(),
+            bias: None,
+            ids: ids.as_ref().map(Into::into),
+            gates: gates.as_ref().map(Into::into),
+            y: match dtypes[1] {
+                Float::Bf16 => FloatOutput::Bf16((&mut narrow_y).into()),
+                Float::F32 => FloatOutput::F32((&mut y).into()),
+            },
+            scratch: (&mut lane).into(),
+        };
+        args.declare(&plan, &mut Uses::new())
+    }
+
+    /// Those of the `Spec`: `x`, then `y`.
+    const DTYPES: [Float; 2] = [Float::Bf16, Float::F32];
+    const COMBINE: Experts = Experts { count: None, used: 2, combine: true };
+    const FITS: Lengths = Lengths { x: 16, weight: 24, ids: Some(4), gates: Some(4), y: 4 };
+
+    #[test]
+    fn rows_and_experts_are_those_of_the_operands() {
+        let regions = declare(COMBINE, DTYPES, FITS).unwrap();
+        assert_eq!((regions.rows, regions.experts), (2, 3));
+        let expand = Experts { count: Some(2), combine: false, ..COMBINE };
+        let lengths = Lengths { gates: None, y: 8, ..FITS };
+        let regions = declare(expand, DTYPES, lengths).unwrap();
+        assert_eq!((regions.rows, regions.experts, regions.gates), (2, 2, Region::EMPTY));
+        let none = Lengths { x: 0, ids: Some(0), gates: Some(0), y: 0, ..FITS };
+        assert_eq!(declare(COMBINE, DTYPES, none).unwrap().rows, 0);
+    }
+
+    #[test]
+    fn operands_that_do_not_fit_are_named() {
+        let wide = |lengths| refused(declare(COMBINE, DTYPES, lengths));
+        assert_eq!(wide(Lengths { y: 5, ..FITS }), "y");
+        assert_eq!(wide(Lengths { x: 99, ids: Some(9), gates: Some(9), y: 8, ..FITS }), "y");
+        assert_eq!(wide(Lengths { x: 15, ..FITS }), "x");
+        assert_eq!(wide(Lengths { weight: 25, ..FITS }), "weight");
+        assert_eq!(wide(Lengths { ids: Some(3), ..FITS }), "ids");
+        assert_eq!(wide(Lengths { ids: None, ..FITS }), "ids");
+        assert_eq!(wide(Lengths { gates: None, ..FITS }), "gates");
+        assert_eq!(refused(declare(COMBINE, [Float::Bf16; 2], FITS)), "y");
+        assert_eq!(refused(declare(COMBINE, [Float::F32; 2], FITS)), "x");
+        let four = Experts { count: Some(4), ..COMBINE };
+        assert_eq!(refused(declare(four, DTYPES, FITS)), "weight");
+    }
+}

@@ -8,7 +8,8 @@
 //! - combine: `y[r] = sum_j gates[r, j] W[ids[r, j]] x[r, j]`, `x` is `[R, used, in]`; `j` in
 //!   order, in F32.
 //!
-//! Products are exact and summed in F32; one rounding to BF16 follows where `y` is BF16. An id that
+//! `x` is BF16 or F32, weights are BF16; sums are F32, and one rounding to BF16 follows where `y`
+//! is BF16. Products of BF16 are exact; those of an F32 `x` keep at least 16 bits of it. An id that
 //! is no expert contributes nothing, whatever its gate and its `x` (expand: zeros, or with
 //! `accumulate` what was there), and counts once a launch as
 //! [`Fault::Id`](crate::scratch::Fault::Id).

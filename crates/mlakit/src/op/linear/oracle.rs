@@ -78,6 +78,7 @@ mod tests {
             in_width: 2,
             out_width: 2,
             max_rows: 8,
+            input: Float::F32,
             output,
             accumulate,
             bias,
@@ -95,7 +96,7 @@ mod tests {
 
     #[test]
     fn one_matrix_with_bias() {
-        let (x, weight) = (narrow(&[1.0, 2.0, -1.0, 0.5]), narrow(&[3.0, 4.0, 5.0, 6.0]));
+        let (x, weight) = ([1.0, 2.0, -1.0, 0.5], narrow(&[3.0, 4.0, 5.0, 6.0]));
         let case = LinearCase { x: &x, weight: &weight, bias: &[10.0, 20.0], ..EMPTY };
         let result = oracle(&spec(None, false), &case);
         assert_eq!(result, LinearResult { y: vec![21.0, 37.0, 9.0, 18.0], faults: 0 });
@@ -107,7 +108,7 @@ mod tests {
     fn expand_applies_each_expert_to_the_row() {
         // W[0] is the identity, W[1] swaps and doubles.
         let weight = narrow(&[1.0, 0.0, 0.0, 1.0, 0.0, 2.0, 2.0, 0.0]);
-        let x = narrow(&[3.0, 4.0, 5.0, 6.0]);
+        let x = [3.0, 4.0, 5.0, 6.0];
         let case = LinearCase { x: &x, weight: &weight, ids: &[1, 0, 2, -1], ..EMPTY };
         for count in [None, Some(2)] {
             let experts = Experts { count, used: 2, combine: false };
@@ -120,7 +121,7 @@ mod tests {
     #[test]
     fn combine_sums_gated_results_and_ignores_what_has_no_expert() {
         let weight = narrow(&[1.0, 0.0, 0.0, 1.0, 0.0, 2.0, 2.0, 0.0]);
-        let x = narrow(&[3.0, 4.0, 5.0, 6.0, 1.0, 1.0, f32::NAN, 0.0]);
+        let x = [3.0, 4.0, 5.0, 6.0, 1.0, 1.0, f32::NAN, 0.0];
         let gates = [0.5, 2.0, -1.0, f32::NAN];
         let ids = [1, 0, 0, i32::MIN];
         let experts = Experts { count: Some(2), used: 2, combine: true };

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
-use crate::op::layer::{Float, MAX_EXPERTS, MAX_ROW_WIDTH};
+use crate::op::layer::{Float, MAX_EXPERTS, MAX_ROW_WIDTH, narrow};
 use crate::op::spec::{MAX_ROWS, checked_spec, within};
 
 /// The matrices of a mixture of experts, and how a row uses its own.
@@ -23,10 +23,6 @@ pub struct Experts {
     pub combine: bool,
 }
 
-fn narrow() -> Float {
-    Float::Bf16
-}
-
 /// The fields of a [`LinearSpec`].
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -37,7 +33,8 @@ pub struct LinearFields {
     pub out_width: usize,
     /// Row capacity.
     pub max_rows: usize,
-    /// The dtype of `x`. F32 keeps what a norm or an activation computed: products are then as exact as 16 bits of `x` allow, or better.
+    /// The dtype of `x`. F32 keeps what a norm or an activation computed: products are then as
+    /// exact as 16 bits of `x` allow, or better.
     #[serde(default = "narrow")]
     pub input: Float,
     /// The dtype of `y`.

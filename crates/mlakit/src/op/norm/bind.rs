@@ -61,3 +61,44 @@ impl<'a, D> NormArgs<'a, D> {
         })
     }
 }
+
+#[cfg(all(test, feature = "sim"))]
+mod tests {
+    use super::*;
+    use crate::op::layer::operands::{device, lane, plan, refused, tensor};
+
+    /// Rows of 4 elements, 6 apart in `x` and 8 apart in `y`.
+    fn declare(x: usize, y: usize, y_wide: Option<usize>) -> Result<NormRegions, Error> {
+        let text = r#"{"width":4,"eps":1e-6,"max_rows":2,"input":"bf16","in_stride":6,
+            "out_stride":8,"wide":true}"#;
+        let (device, plan) = (device(), plan::<Norm>(serde_json::from_str(text).unwrap()));
+        let (x, weight) = (tensor(&device, x), tensor(&device, 4));
+        let (mut y, mut lane) = (tensor(&device, y), lane(&device));
+        let mut y_wide = y_wide.map(|len| tensor(&device, len));
+        let args = NormArgs {
+            x: FloatInput::Bf16((&x).into()),
+            weight: (&weight).into(),
+            y: (&mut y).into(),
+            y_wide: y_wide.as_mut().map(Into::into),
+            scratch: (&mut lane).into(),
+        };
+        args.declare(&plan, &mut Uses::new())
+    }
+
+    #[test]
+    fn the_last_row_needs_no_gap_behind_it() {
+        assert_eq!(declare(10, 12, Some(8)).unwrap().rows, 2);
+        assert_eq!(declare(10, 16, Some(8)).unwrap().rows, 2);
+        assert_eq!(declare(4, 4, Some(4)).unwrap().rows, 1);
+        assert_eq!(declare(0, 0, Some(0)).unwrap().rows, 0);
+    }
+
+    #[test]
+    fn operands_that_do_not_fit_are_named() {
+        assert_eq!(refused(declare(9, 12, Some(8))), "x");
+        assert_eq!(refused(declare(10, 11, Some(8))), "y");
+        assert_eq!(refused(declare(99, 20, Some(99))), "y");
+        assert_eq!(refused(declare(10, 12, Some(7))), "y_wide");
+        assert_eq!(refused(declare(10, 12, None)), "y_wide");
+    }
+}

@@ -58,3 +58,43 @@ impl<'a, D> RotaryArgs<'a, D> {
         })
     }
 }
+
+#[cfg(all(test, feature = "sim"))]
+mod tests {
+    use super::*;
+    use crate::op::layer::operands::{device, lane, plan, refused, tensor};
+
+    /// Two heads of 2 elements, 5 apart in `x` and 4 apart in `y`.
+    fn declare(x: usize, positions: usize, y: usize) -> Result<RotaryRegions, Error> {
+        let text = r#"{"heads":2,"width":2,"style":"pair","input":"f32","in_stride":5,
+            "out_stride":4,"max_rows":2}"#;
+        let (device, plan) = (device(), plan::<Rotary>(serde_json::from_str(text).unwrap()));
+        let (x, positions) = (tensor(&device, x), tensor(&device, positions));
+        let (inv_freq, mut y) = (tensor(&device, 1), tensor(&device, y));
+        let mut lane = lane(&device);
+        let args = RotaryArgs {
+            x: FloatInput::F32((&x).into()),
+            positions: (&positions).into(),
+            inv_freq: (&inv_freq).into(),
+            y: (&mut y).into(),
+            scratch: (&mut lane).into(),
+        };
+        args.declare(&plan, &mut Uses::new())
+    }
+
+    #[test]
+    fn the_last_head_needs_no_gap_behind_it() {
+        assert_eq!(declare(17, 2, 14).unwrap().rows, 2);
+        assert_eq!(declare(17, 2, 16).unwrap().rows, 2);
+        assert_eq!(declare(7, 1, 6).unwrap().rows, 1);
+        assert_eq!(declare(0, 0, 0).unwrap().rows, 0);
+    }
+
+    #[test]
+    fn operands_that_do_not_fit_are_named() {
+        assert_eq!(refused(declare(16, 2, 14)), "x");
+        assert_eq!(refused(declare(17, 1, 14)), "positions");
+        assert_eq!(refused(declare(17, 2, 13)), "y");
+        assert_eq!(refused(declare(99, 9, 22)), "y");
+    }
+}

@@ -50,3 +50,43 @@ impl<'a, D> SampleArgs<'a, D> {
         })
     }
 }
+
+#[cfg(all(test, feature = "sim"))]
+mod tests {
+    use super::*;
+    use crate::op::layer::operands::{device, lane, plan, refused, tensor};
+    use crate::op::sample::{SampleFields, SampleSpec};
+
+    /// Lengths of logits and ids, and of temperature and random numbers; rows of 3 logits.
+    fn declare(
+        temperature: bool,
+        (logits, ids): (usize, usize),
+        drawn: [Option<usize>; 2],
+    ) -> Result<SampleRegions, Error> {
+        let spec = SampleSpec::new(SampleFields { vocab: 3, max_rows: 2, temperature }).unwrap();
+        let (device, plan) = (device(), plan::<Sample>(spec));
+        let (logits, mut ids) = (tensor(&device, logits), tensor(&device, ids));
+        let [temperature, random] = drawn.map(|len| len.map(|len| tensor(&device, len)));
+        let mut lane = lane(&device);
+        let args = SampleArgs {
+            logits: (&logits).into(),
+            temperature: temperature.as_ref().map(Into::into),
+            random: random.as_ref().map(Into::into),
+            ids: (&mut ids).into(),
+            scratch: (&mut lane).into(),
+        };
+        args.declare(&plan, &mut Uses::new())
+    }
+
+    #[test]
+    fn operands_that_do_not_fit_are_named() {
+        assert_eq!(declare(false, (6, 2), [None, None]).unwrap().rows, 2);
+        assert_eq!(declare(true, (3, 1), [Some(1), Some(1)]).unwrap().rows, 1);
+        assert_eq!(refused(declare(false, (5, 2), [None, None])), "logits");
+        assert_eq!(refused(declare(false, (9, 3), [None, None])), "ids");
+        assert_eq!(refused(declare(false, (6, 2), [None, Some(2)])), "random");
+        assert_eq!(refused(declare(false, (6, 2), [Some(1), None])), "temperature");
+        assert_eq!(refused(declare(true, (6, 2), [None, Some(2)])), "temperature");
+        assert_eq!(refused(declare(true, (6, 2), [Some(1), Some(1)])), "random");
+    }
+}

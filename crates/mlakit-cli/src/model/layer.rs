@@ -1,0 +1,195 @@
+//! `mlakit layer`: one attention layer of a checkpoint, from a file.
+
+use mlakit::{Device, Dtype, Splits};
+use mlakit_model::decoder::{LayerInput, LayerOptions, LayerOutput, run_layer, run_layer_f64};
+use mlakit_model::{AttentionConfig, AttentionWeights, CheckpointError, InputError};
+use mlakit_serve::MlaDevice;
+use safetensors::SafeTensors;
+use serde::Serialize;
+
+use super::{cache, open};
+use crate::args::{LayerArgs, Precision};
+use crate::case::write::check_path;
+use crate::case::{Axis, Dims, Table, Tensor, TensorRule, Tensors, read_file, write_file};
+use crate::device::{self, AnyDevice, Environment};
+use crate::failure::Failure;
+use crate::report::{self, Report};
+
+/// What `layer` did.
+#[derive(Debug, Serialize)]
+pub struct LayerReport {
+    layer: usize,
+    computed_by: String,
+    rows: usize,
+    sequences: usize,
+    out: String,
+}
+
+const TABLE: Table = Table {
+    inputs: &[
+        TensorRule {
+            name: "hidden",
+            dtypes: &[Dtype::Bf16, Dtype::F32],
+            axes: &[Axis::Of("R"), Axis::Of("hidden_size")],
+            required: true,
+        },
+        TensorRule {
+            name: "q_offsets",
+            dtypes: &[Dtype::I32],
+            axes: &[Axis::OneMore("B")],
+            required: true,
+        },
+        TensorRule {
+            name: "first_position",
+            dtypes: &[Dtype::I32],
+            axes: &[Axis::Of("B")],
+            required: false,
+        },
+        TensorRule {
+            name: "topk",
+            dtypes: &[Dtype::I32],
+            axes: &[Axis::Of("R"), Axis::Of("T")],
+            required: false,
+        },
+    ],
+    equal: &[("hidden_size", "hidden_size")],
+    capacity: &[],
+};
+
+/// Runs the command.
+///
+/// # Errors
+/// Files that cannot be read, tensors that do not fit the layer, a layer that is not there or that the device path does not run.
+pub fn command(args: &LayerArgs, environment: &Environment) -> Result<LayerReport, Failure> {
+    check_path(&args.out)?;
+    let model = open(Some(&args.model))?;
+    let layers = model.config.layers.len();
+    let layer = model.config.layer(args.layer).ok_or_else(|| {
+        Failure::from(mlakit_model::Error::from(InputError::Layer { layer: args.layer, layers }))
+    })?;
+    let hidden = model.config.hidden_size;
+    let input = read(args, hidden)?;
+    refuse_selection(args, &layer.attention, &input)?;
+    let weights = model
+        .checkpoint
+        .attention(args.layer, hidden, &layer.attention)
+        .map_err(|error: CheckpointError| Failure::from(mlakit_model::Error::from(error)))?;
+    let pair = (&layer.attention, &weights);
+    let (output, computed_by) = match args.precision {
+        Precision::F64 => (run_layer_f64(pair, &input, args.chunk)?, "f64 oracle".to_owned()),
+        Precision::Bf16 => match device::open(&args.device, environment)? {
+            AnyDevice::Cpu(device) => (on_device(&device, pair, &input, args)?, {
+                device.facts().to_string()
+            }),
+        },
+    };
+    let shape = vec![input.rows(), hidden];
+    let tensor = Tensor::new(Dtype::F32, shape, &output.attn_out);
+    write_file(&args.out, &std::collections::BTreeMap::new(), &[("attn_out", &tensor)])?;
+    Ok(LayerReport {
+        layer: args.layer,
+        computed_by,
+        rows: input.rows(),
+        sequences: input.q_offsets.len() - 1,
+        out: args.out.display().to_string(),
+    })
+}
+
+fn on_device<D: MlaDevice>(
+    device: &D,
+    pair: (&AttentionConfig, &AttentionWeights<'_>),
+    input: &LayerInput,
+    args: &LayerArgs,
+) -> Result<LayerOutput, Failure> {
+    let caller = device.own_stream()?;
+    let mut stream = device.stream(&caller)?;
+    let cache = cache(args.record, args.partial, Splits::Auto);
+    let options = LayerOptions { cache, chunk: args.chunk };
+    Ok(run_layer(&mut stream, pair, input, options)?)
+}
+
+/// A layer that selects its keys is run with a selection, or while it would select all of them.
+fn refuse_selection(
+    args: &LayerArgs,
+    config: &AttentionConfig,
+    input: &LayerInput,
+) -> Result<(), Failure> {
+    if let Some(format) = &args.index_record {
+        return Err(Failure::input(
+            format!("--index-record {format}: index keys are not in this version"),
+            "leave it out, and give the selection as tensor `topk`",
+        ));
+    }
+    let longest = input.q_offsets.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap_or(0);
+    match config.indexer {
+        Some(indexer) if input.topk.is_none() && longest as usize > indexer.topk => {
+            Err(Failure::input(
+                format!(
+                    "tensor `topk`: needed [R, T], given nothing: layer {} selects {} of up to {longest} keys, and its indexer is not in this version",
+                    args.layer, indexer.topk
+                ),
+                "give the selection as tensor `topk`, or sequences of at most that many tokens",
+            ))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn read(args: &LayerArgs, hidden: usize) -> Result<LayerInput, Failure> {
+    let bytes = read_file(&args.input)?;
+    let place = format!("--input {}", args.input.display());
+    parse(&bytes, hidden).map_err(|failure| failure.within(place))
+}
+
+/// The input in the bytes of a file.
+///
+/// # Errors
+/// Bytes that are no safetensors file; a tensor that is unknown, absent or does not fit.
+pub fn parse(bytes: &[u8], hidden: usize) -> Result<LayerInput, Failure> {
+    let failed = |error: safetensors::SafeTensorError| {
+        Failure::input(
+            format!("not a safetensors file: {error}"),
+            "write it with a safetensors library; docs/cli.md lists its tensors",
+        )
+    };
+    let mut tensors = Tensors::default();
+    for (name, view) in SafeTensors::deserialize(bytes).map_err(failed)?.tensors() {
+        let (dtype, shape) = (view.dtype(), view.shape().to_vec());
+        tensors.insert(name, Tensor { dtype, shape, bytes: view.data().into() });
+    }
+    let mut sizes = serde_json::Map::new();
+    sizes.insert("hidden_size".into(), hidden.into());
+    let dims: Dims = TABLE.check(&mut sizes, &tensors)?;
+    let wide = tensors.find("hidden").is_some_and(|t| t.dtype == safetensors::Dtype::F32);
+    let ints = |name: &str| tensors.find(name).map(|_| tensors.values::<i32>(name).into_owned());
+    let input = LayerInput {
+        hidden: match wide {
+            true => tensors.values::<f32>("hidden").into_owned(),
+            false => tensors.values::<half::bf16>("hidden").iter().map(|v| v.to_f32()).collect(),
+        },
+        q_offsets: tensors.values::<i32>("q_offsets").into_owned(),
+        first_position: ints("first_position"),
+        topk: ints("topk"),
+    };
+    if input.rows() != dims.of("R") {
+        let (needed, given) = (dims.of("R"), input.rows());
+        return Err(Failure::input(
+            format!("tensor `q_offsets`: needed {needed} as its last entry, given {given}"),
+            "the last offset is the number of rows of `hidden`",
+        ));
+    }
+    input.check(hidden)?;
+    Ok(input)
+}
+
+impl Report for LayerReport {
+    fn lines(&self) -> Vec<String> {
+        vec![report::pairs(&[
+            ("layer", self.layer.to_string()),
+            ("computed by", self.computed_by.clone()),
+            ("rows", self.rows.to_string()),
+            ("sequences", self.sequences.to_string()),
+            ("attn_out", self.out.clone()),
+        ])]
+    }
+}

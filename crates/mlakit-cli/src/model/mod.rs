@@ -1,0 +1,117 @@
+//! The commands on a checkpoint: `run`, `layer`, `eval`.
+
+use std::path::Path;
+
+use mlakit::op::merge::Partial;
+use mlakit::{RecordFormat, Splits};
+use mlakit_model::decoder::{self, DecodeError};
+use mlakit_model::{ModelFolder, embedded};
+use mlakit_serve::CacheSpec;
+use serde::Serialize;
+
+use crate::args::Attention;
+use crate::failure::Failure;
+use crate::report;
+
+pub mod eval;
+pub mod layer;
+pub mod run;
+
+/// Tokens of a page of the caches that these commands make.
+const PAGE_SIZE: usize = 64;
+
+/// Rows of a chunk of a prompt.
+const PROMPT_ROWS: usize = 128;
+
+/// The checkpoint in a folder, or the one that the program carries.
+fn open(dir: Option<&Path>) -> Result<ModelFolder, Failure> {
+    match dir {
+        None => ModelFolder::from_static(embedded::tiny_dsa()).map_err(Failure::from),
+        Some(dir) if !dir.is_dir() => Err(Failure::input(
+            format!("--model {}: needed a folder", dir.display()),
+            "give a folder with config.json, safetensors and tokenizer.json",
+        )),
+        Some(dir) => ModelFolder::open(dir)
+            .map_err(|error| Failure::from(error).within(format!("--model {}", dir.display()))),
+    }
+}
+
+fn cache(record: RecordFormat, partial: Partial, splits: Splits) -> CacheSpec {
+    CacheSpec { record, page_size: PAGE_SIZE, partial, splits }
+}
+
+fn attention(attention: Attention) -> decoder::Attention {
+    match attention {
+        Attention::Auto => decoder::Attention::Auto,
+        Attention::Dense => decoder::Attention::Dense,
+    }
+}
+
+impl From<DecodeError> for Failure {
+    fn from(error: DecodeError) -> Self {
+        match error {
+            DecodeError::Checkpoint(error) => error.into(),
+            DecodeError::Device(error) => error.into(),
+            DecodeError::Unsupported { what, because, instead } => {
+                Self::input(format!("{what}: {because}"), instead)
+            }
+            DecodeError::Input { .. } => Self::input(error.to_string(), "change the named input"),
+            other => Self::input(other.to_string(), "use fewer prompts or tokens"),
+        }
+    }
+}
+
+/// A line of the ledger, as it is printed.
+#[derive(Debug, Serialize)]
+pub struct Owned {
+    /// What it is for.
+    pub category: String,
+    /// Who owns it.
+    pub owner: String,
+    /// Live bytes.
+    pub bytes: usize,
+}
+
+/// The ledger by category and owner; the layers of a model are summed up, so that a deep one is not a long table.
+fn ledger(census: &mlakit::Census) -> Vec<Owned> {
+    let mut lines: Vec<Owned> = Vec::new();
+    for line in census.lines() {
+        let (category, owner) = (line.category.to_string(), kind_of(line.owner.as_str()));
+        match lines.iter_mut().find(|l| l.category == category && l.owner == owner) {
+            Some(known) => known.bytes += line.bytes,
+            None => lines.push(Owned { category, owner, bytes: line.bytes }),
+        }
+    }
+    lines
+}
+
+/// `layer 12 kv_a_norm` is of the kind `layers kv_a_norm`.
+fn kind_of(owner: &str) -> String {
+    let Some(rest) = owner.strip_prefix("layer ") else { return owner.to_owned() };
+    let part = rest.trim_start_matches(|c: char| c.is_ascii_digit()).trim_start();
+    if part.is_empty() { "layers".to_owned() } else { format!("layers: {part}") }
+}
+
+/// The ledger as a table, and the sum of what is live.
+fn ledger_lines(ledger: &[Owned]) -> Vec<String> {
+    let row = |line: &Owned| {
+        vec![line.category.clone(), line.owner.clone(), report::bytes(line.bytes)]
+    };
+    let total: usize = ledger.iter().map(|line| line.bytes).sum();
+    vec![
+        report::table(&["category", "owner", "bytes"], &[2], ledger.iter().map(row).collect()),
+        format!("total {}", report::bytes(total)),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn owners_of_layers_are_summed_up() {
+        assert_eq!(kind_of("layer 12 kv_a_norm"), "layers: kv_a_norm");
+        assert_eq!(kind_of("layer 3"), "layers");
+        assert_eq!(kind_of("lane"), "lane");
+    }
+}
