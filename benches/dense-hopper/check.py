@@ -82,7 +82,8 @@ def case(name, kernel, data, scale, faults=0, **options):
     ok = error <= limit and lse_error <= 2e-3 and empty and same and left == 0 and counted == faults
     ok = ok and not torch.isnan(out).any()
     rounded = ((expected.bfloat16().double() - expected).norm() / norm).item() if norm > 0 else 0.0
-    text = f"rel {error:.2e} (exact {rounded:.2e}) lse {lse_error:.1e} repeats {same} empty {empty} faults {counted}"
+    text = f"rel {error:.2e} (exact {rounded:.2e}) lse {lse_error:.1e} repeats {same}"
+    text += f" empty {empty} faults {counted}"
     report(name, ok, text if ok else text + f" left {left} " + first_mismatch(out, expected))
     return out
 
@@ -95,8 +96,8 @@ def main():
         "bf16": Kernel(), "f32": Kernel(f32=True), "copy": Kernel(tensor_map=False),
         "narrow": Kernel(narrow=True), "narrow f32": Kernel(narrow=True, f32=True),
         "narrow copy": Kernel(narrow=True, tensor_map=False),
-        "512/512": Kernel(512, 512), "narrow 512/512": Kernel(512, 512, narrow=True), "320/256": Kernel(320, 256), "288/256": Kernel(288, 256),
-        "160/128": Kernel(160, 128),
+        "512/512": Kernel(512, 512), "narrow 512/512": Kernel(512, 512, narrow=True),
+        "320/256": Kernel(320, 256), "288/256": Kernel(288, 256), "160/128": Kernel(160, 128),
     }
     if quick:
         kernels = {name: kernels[name] for name in BASE}
@@ -111,7 +112,8 @@ def main():
         sys.exit(1 if failures else 0)
     base = [
         ([64], [1], 16, 64), ([1], [1], 16, 64), ([63], [1], 1, 64), ([200], [1], 128, 64),
-        ([4097], [1], 16, 64), ([33000], [1], 16, 64), ([2049, 64, 65, 0, 1, 4097], [1] * 6, 15, 64),
+        ([4097], [1], 16, 64), ([33000], [1], 16, 64),
+        ([2049, 64, 65, 0, 1, 4097], [1] * 6, 15, 64),
         ([300, 4097, 2, 0], [4, 2, 3, 1], 16, 64), ([5000, 700], [4, 1], 128, 64),
         ([1000, 0, 130], [1, 0, 2], 99, 64), ([4097, 65], [1, 1], 11, 16),
         ([2049, 31], [2, 1], 3, 48), ([4097, 300, 7], [1, 4, 1], 8, 256),

@@ -8,16 +8,17 @@
 //
 // First the warps turn each row's LSEs into weights (one warp a row, in shared memory), while the
 // first partials are already on their way; then every thread adds its share of the splits of one
-// group, and the shares are added in a fixed order. The shares depend on the shape of the work alone,
-// and with fixed splits on the number of splits alone, so a row's bits are the same in any batch.
+// group, and the shares are added in a fixed order. The shares depend on the shape of the work
+// alone, and with fixed splits on the number of splits alone, so a row's bits are the same in any
+// batch.
 //
 // A split whose LSE is -inf, NaN or +inf has weight 0 and adds nothing, whatever its payload.
 //
-// Columns inside a partial are permuted as the accumulators of the matrix products have them, so that
-// stores and loads are 16 bytes wide; nothing outside the kernel reads them. Wide tiles: of each 32
-// columns, thread t of a quad holds columns 8 j + 2 t and 8 j + 2 t + 1 for j = 0..3 side by side.
-// Narrow tiles: group 32 h + 8 w + g of a row holds columns 256 h + 64 j + 16 w + 8 e + g for j = 0..3
-// and e = 0, 1.
+// Columns inside a partial are permuted as the accumulators of the matrix products have them, so
+// that stores and loads are 16 bytes wide; nothing outside the kernel reads them. Wide tiles: of
+// each 32 columns, thread t of a quad holds columns 8 j + 2 t and 8 j + 2 t + 1 for j = 0..3 side
+// by side. Narrow tiles: group 32 h + 8 w + g of a row holds columns 256 h + 64 j + 16 w + 8 e + g
+// for j = 0..3 and e = 0, 1.
 
 constexpr int MERGE_THREADS = 256;
 constexpr int GROUP_COLUMNS = 8;

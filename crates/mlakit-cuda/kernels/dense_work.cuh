@@ -26,7 +26,7 @@ constexpr int TILE_ROWS = NARROW ? 16 : 64;
 // A pool of the latent cache, in device memory; `bind` rewrites it in stream order. 256 bytes,
 // aligned to 128.
 struct PoolView {
-  u64 tensor_map[16];      // axes: element of the key, token of the page, page; box: 64, box_tokens, 1
+  u64 tensor_map[16];      // axes: element of the key, token, page; box: 64, box_tokens, 1
   const char* base;        // first byte of page 0
   u64 page_stride_bytes;   // a multiple of 16
   u64 token_stride_bytes;  // a multiple of 16

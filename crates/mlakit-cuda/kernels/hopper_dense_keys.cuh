@@ -3,12 +3,12 @@
 // Ring: a key block is BOXES boxes of 64 keys x 64 elements (8 KiB, rows of 128 swizzled bytes),
 // each with its own full barrier, so products begin with the first box. The weights of a block
 // overwrite its last box, which the value product does not need (widths with no such box have their
-// own). Boxes are given back in parts of 128 columns, those of the left value half by group 1, of the
-// right by group 2, and taken by producer and scores in that order: the first part of each half, the
-// second of each, the rest of the key.
+// own). Boxes are given back in parts of 128 columns, those of the left value half by group 1, of
+// the right by group 2, and taken by producer and scores in that order: the first part of each
+// half, the second of each, the rest of the key.
 //
-// The producer divides the work, looks up page ids ahead of their use and copies the boxes: one warp
-// with tensor maps (page sizes of a multiple of 16), or four with cp.async (any page size).
+// The producer divides the work, looks up page ids ahead of their use and copies the boxes: one
+// warp with tensor maps (page sizes of a multiple of 16), or four with cp.async (any page size).
 
 #ifndef USE_TENSOR_MAP
 #define USE_TENSOR_MAP 1
@@ -274,8 +274,9 @@ DEVICE void copy_keys(const Block& b, const Ring& ring, const Sources& source, i
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const char* from = source.key[i];
-    copy_16(destination + swizzled(thread / 8 + 16 * i, chunk), from ? from + box * 128 : b.params->q,
-            from != nullptr && inside);
+    const bool valid = from != nullptr && inside;
+    copy_16(destination + swizzled(thread / 8 + 16 * i, chunk),
+            valid ? from + box * 128 : b.params->q, valid);
   }
   copy_16_arrive(shared_address(&b.state->full[ring.stage][box]));
 }

@@ -1,9 +1,9 @@
-// Dense MLA decode on Hopper (sm_90a), BF16 records, at most 16 (row, head) pairs a request: keys as
-// the rows of the matrix products. One launch.
+// Dense MLA decode on Hopper (sm_90a), BF16 records, at most 16 (row, head) pairs a request: keys
+// as the rows of the matrix products. One launch.
 //
-// Computes what hopper_dense_wide.cu computes. The tensor cores work on 64 rows at a time: there, 16
-// heads fill a quarter of them. Here keys (scores) and columns (values) are those rows and the 16
-// pairs are the columns, so both products take half of the clocks (they are bound by reading the
+// Computes what hopper_dense_wide.cu computes. The tensor cores work on 64 rows at a time: there,
+// 16 heads fill a quarter of them. Here keys (scores) and columns (values) are those rows and the
+// 16 pairs are the columns, so both products take half of the clocks (they are bound by reading the
 // keys from shared memory once), softmax is spread over four warps, and outputs are 32 registers.
 //
 // Shapes: as hopper_dense_wide.cu with value width 512; tiles of 16 pairs (NARROW 1).
@@ -23,8 +23,8 @@ static_assert(VALUE_WIDTH == 512, "a thread's eight outputs of a row are one gro
 
 constexpr int SCORES = 8;  // 64 keys x 16 pairs over 128 threads
 
-// The four pairs of the tile that a thread of group 0 holds, for keys lane / 4 and lane / 4 + 8 of its
-// warp's 16: score [pair, key] is register 4 (pair / 2) + 2 key + pair % 2.
+// The four pairs of the tile that a thread of group 0 holds, for keys lane / 4 and lane / 4 + 8 of
+// its warp's 16: score [pair, key] is register 4 (pair / 2) + 2 key + pair % 2.
 struct Rows {
   int visible[4];  // keys that the pair sees; 0 beyond the tile's pairs
   float top[4];    // running maximum, base-2 units

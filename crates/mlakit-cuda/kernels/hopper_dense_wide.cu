@@ -1,9 +1,9 @@
 // Dense MLA decode on Hopper (sm_90a), BF16 records, one launch.
 //
-// Computes for every query row and head: softmax(scale * q . key) . value over the keys of the row's
-// request that the row sees, where the value of a key is its first VALUE_WIDTH elements; and the LSE.
-// Compiled as hopper_ptx.cuh, dense_work.cuh, dense_merge.cuh, hopper_dense_keys.cuh, this file,
-// hopper_dense_main.cuh: one text, nothing is included.
+// Computes for every query row and head: softmax(scale * q . key) . value over the keys of the
+// row's request that the row sees, where the value of a key is its first VALUE_WIDTH elements; and
+// the LSE. Compiled as hopper_ptx.cuh, dense_work.cuh, dense_merge.cuh, hopper_dense_keys.cuh, this
+// file, hopper_dense_main.cuh: one text, nothing is included.
 //
 // Shapes: any batch, heads >= 1, rows a request (ragged), lengths, page table. Page size 1 or a
 // multiple of 16 with USE_TENSOR_MAP 0; a multiple of 16 with USE_TENSOR_MAP 1 (faster).
@@ -12,12 +12,13 @@
 // A block takes one tile of 64 (row, head) pairs and a range of keys, 64 keys at a time:
 //   warp group 0         scores: query . key, softmax against the running maximum, weights to
 //                        shared memory
-//   warp groups 1 and 2  values: each multiplies every block's weights into its half of the columns,
-//                        stores the result, and merges
+//   warp groups 1 and 2  values: each multiplies every block's weights into its half of the
+//                        columns, stores the result, and merges
 //   warp group 3         fills the ring of key blocks: one warp with tensor maps, all with cp.async
 // The value groups work on a block while group 0 scores the next.
 //
-// Shared memory (576/512): queries 72 KiB, two key blocks of 72 KiB, 3 KiB of state: 1 block per SM.
+// Shared memory (576/512): queries 72 KiB, two key blocks of 72 KiB, 3 KiB of state: 1 block per
+// SM.
 
 // ---- scores and softmax (group 0) ---------------------------------------------------------------
 

@@ -1,10 +1,12 @@
-//! Numbers and epochs: what has been asked of which stream, what is finished, and whether a right still stands.
+//! Numbers and epochs: what has been asked of which stream, what is finished, and whether a right
+//! still stands.
 //!
-//! Three parties meet here without a lock: a stream that is about to use an allocation, the owner that lets it go, and a host copy. Each
-//! first *writes* its intention (a number beside the allocation, the next epoch, the count of copies), then passes [`settle`], then
-//! *looks* at what the others have written. With a sequentially consistent fence between the two, of any two parties at least one
-//! sees the other; which one gives way is then a matter of courtesy. Everything else is release and acquire. `clock/model.rs` tries
-//! every interleaving under loom.
+//! Three parties meet here without a lock: a stream that is about to use an allocation, the owner
+//! that lets it go, and a host copy. Each first *writes* its intention (a number beside the
+//! allocation, the next epoch, the count of copies), then passes [`settle`], then *looks* at what
+//! the others have written. With a sequentially consistent fence between the two, of any two
+//! parties at least one sees the other; which one gives way is then a matter of courtesy.
+//! Everything else is release and acquire. `clock/model.rs` tries every interleaving under loom.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Release, SeqCst};
@@ -19,10 +21,12 @@ use crate::{Error, Name};
 #[cfg(all(test, loom))]
 mod model;
 
-/// Streams that one device tracks at a time. A mark is 16 bytes a stream and allocation, so this is a small number.
+/// Streams that one device tracks at a time. A mark is 16 bytes a stream and allocation, so this is
+/// a small number.
 pub const STREAMS: usize = if cfg!(all(test, loom)) { 2 } else { 8 };
 
-/// What was written before is seen by whoever settles later, and the other way round: never do two parties miss each other.
+/// What was written before is seen by whoever settles later, and the other way round: never do two
+/// parties miss each other.
 fn settle() {
     fence(SeqCst);
 }
@@ -46,8 +50,9 @@ impl Ticket {
     }
 }
 
-/// The one right to report a ticket done. The core makes it, the device's queue carries it behind the work and hands it back to
-/// `Keeper::complete`. It cannot be made, copied or kept by anyone else, so no safe code can declare work finished that is not.
+/// The one right to report a ticket done. The core makes it, the device's queue carries it behind
+/// the work and hands it back to `Keeper::complete`. It cannot be made, copied or kept by anyone
+/// else, so no safe code can declare work finished that is not.
 #[derive(Debug)]
 pub struct Signal(pub(crate) Ticket);
 
@@ -75,14 +80,15 @@ pub(crate) struct Clocks {
 }
 
 impl Clocks {
-    /// A free index. One whose last stream left work in flight stays taken until that work is done, so that the numbers of an
-    /// index always describe one queue.
+    /// A free index. One whose last stream left work in flight stays taken until that work is done,
+    /// so that the numbers of an index always describe one queue.
     pub(crate) fn attach(&self) -> Result<(usize, u64), Error> {
         let free = |i: &usize| {
             if self.attached[*i].compare_exchange(false, true, AcqRel, Acquire).is_err() {
                 return false;
             }
-            // Only now: before the exchange another stream could come and go, and leave work behind.
+            // Only now: before the exchange another stream could come and go, and leave work
+            // behind.
             let idle = self.done(*i) >= self.issued[*i].load(Acquire);
             if !idle {
                 self.attached[*i].store(false, Release);
@@ -107,8 +113,8 @@ impl Clocks {
     }
 }
 
-/// How often an owner has let go. One counter for the successive allocations of one owner, so that `current` is true even after
-/// three replacements.
+/// How often an owner has let go. One counter for the successive allocations of one owner, so that
+/// `current` is true even after three replacements.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Epoch(Arc<AtomicU64>);
 
@@ -118,8 +124,9 @@ impl Epoch {
     }
 }
 
-/// The control block beside one allocation (or executable, or code): some hundred host bytes, shared by its owner and by
-/// the leases. It holds no device memory, so a forgotten lease pins nothing.
+/// The control block beside one allocation (or executable, or code): some hundred host bytes,
+/// shared by its owner and by the leases. It holds no device memory, so a forgotten lease pins
+/// nothing.
 #[derive(Debug)]
 pub(crate) struct Standing {
     device: u64,
@@ -136,15 +143,17 @@ impl Standing {
         Arc::new(Self { device, epoch, reads, writes, host: AtomicI32::new(0) })
     }
 
-    /// Ends every right to it. A submission on another thread now sees the new epoch, or the owner, who looks next, sees its number.
+    /// Ends every right to it. A submission on another thread now sees the new epoch, or the owner,
+    /// who looks next, sees its number.
     pub(crate) fn close(&self) {
         self.epoch.0.fetch_add(1, AcqRel);
         settle();
     }
 
-    /// No numbered work and no host copy touches it any more.
+    /// No numbered work touches it any more. Nor does a host copy: that borrows the owner, who is
+    /// asking.
     pub(crate) fn idle(&self, clocks: &Clocks) -> bool {
-        self.host.load(Acquire) == 0 && !self.blocked(Access::Write, None, |t| clocks.done(t))
+        !self.blocked(Access::Write, None, |t| clocks.done(t))
     }
 
     /// A host copy: refused, not waited for, while work is in flight.
@@ -179,7 +188,8 @@ impl Standing {
         Ok(copy())
     }
 
-    /// Is there a conflicting use, on a stream other than `stream`, beyond the numbers that are known to come before?
+    /// Is there a conflicting use, on a stream other than `stream`, beyond the numbers that are
+    /// known to come before?
     fn blocked(&self, access: Access, stream: Option<usize>, known: impl Fn(usize) -> u64) -> bool {
         (0..STREAMS).filter(|t| Some(*t) != stream).any(|t| {
             let write = self.writes[t].load(Acquire);
@@ -202,7 +212,8 @@ impl Claim {
         Self { standing, held }
     }
 
-    /// Ends every other right to it and keeps this one: the allocation stays, what it means is another.
+    /// Ends every other right to it and keeps this one: the allocation stays, what it means is
+    /// another.
     pub(crate) fn renew(&mut self) {
         self.standing.close();
         self.held = self.standing.epoch.now();
@@ -217,7 +228,8 @@ impl Claim {
         Arc::ptr_eq(&self.standing, standing)
     }
 
-    /// Writes the numbers of one submission beside everything that it uses, for whoever looks from now on.
+    /// Writes the numbers of one submission beside everything that it uses, for whoever looks from
+    /// now on.
     pub(crate) fn stamp<'c>(ticket: Ticket, uses: impl Iterator<Item = (&'c Self, Access)>) {
         for (claim, access) in uses {
             let marks = match access {
@@ -243,7 +255,8 @@ impl Claim {
         let host = self.standing.host.load(Acquire);
         let copied = host < 0 || (access == Access::Write && host > 0);
         let busy = copied || self.standing.blocked(access, Some(stream), known);
-        // The epoch is read last: a `renew` is done before the write behind it, so who finds that write done finds the epoch too.
+        // The epoch is read last: a `renew` is done before the write behind it, so who finds that
+        // write done finds the epoch too.
         let (held, current) = (self.held, self.standing.epoch.now());
         if held != current {
             return Err(Error::StaleEpoch { held, current });

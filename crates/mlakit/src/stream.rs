@@ -8,13 +8,15 @@ use crate::device::Pass;
 use crate::memory::Use;
 use crate::{Device, Error, Ticket};
 
-/// A caller's stream while it is lent. `&mut` is the right to enqueue; one thread at a time without a lock.
+/// A caller's stream while it is lent. `&mut` is the right to enqueue; one thread at a time without
+/// a lock.
 pub struct Stream<'s, D: Device> {
     device: D,
     queue: D::Queue,
     index: usize,
     issued: u64,
-    /// For each other stream, the number up to which it is ordered before this one (a vector clock).
+    /// For each other stream, the number up to which it is ordered before this one (a vector
+    /// clock).
     seen: [u64; STREAMS],
     lent: PhantomData<&'s D::CallerStream>,
 }
@@ -36,10 +38,11 @@ impl<'s, D: Device> Stream<'s, D> {
 }
 
 impl<D: Device> Stream<'_, D> {
-    /// Work enqueued from now on comes after all that `other` has been given, and made to wait for, so far.
+    /// Work enqueued from now on comes after all that `other` has been given, and made to wait for,
+    /// so far.
     ///
-    /// The wait is a submission of its own, so that a third stream which waits for this one waits for `other` too, even if this one was
-    /// given nothing in between.
+    /// The wait is a submission of its own, so that a third stream which waits for this one waits
+    /// for `other` too, even if this one was given nothing in between.
     pub fn wait_for(&mut self, other: &Stream<'_, D>) -> Result<(), Error> {
         if other.device.keeper().id() != self.device.keeper().id() {
             return Err(Error::Foreign { what: "stream" });
@@ -73,13 +76,15 @@ impl<D: Device> Stream<'_, D> {
         &mut self.queue
     }
 
-    /// The only way to enqueue. Check, number, check again, enqueue, signal: no allocation, no lock, no wait.
+    /// The only way to enqueue. Check, number, check again, enqueue, signal: no allocation, no
+    /// lock, no wait.
     ///
-    /// Sound because (1) every number is written before the second check, and `Standing::close` is called before the owner
-    /// reads the numbers, so a release on another thread is seen here or sees this number; (2) the number counts as
-    /// unfinished until the signal behind the work has passed, also when the device failed half way; (3) work of one
-    /// stream runs in order, and a conflict with another stream or the host is refused unless an order is known.
-    /// The first check is there so that a refused use leaves no number behind in the ordinary case.
+    /// Sound because (1) every number is written before the second check, and `Standing::close` is
+    /// called before the owner reads the numbers, so a release on another thread is seen here or
+    /// sees this number; (2) the number counts as unfinished until the signal behind the work has
+    /// passed, also when the device failed half way; (3) work of one stream runs in order, and a
+    /// conflict with another stream or the host is refused unless an order is known. The first
+    /// check is there so that a refused use leaves no number behind in the ordinary case.
     pub(crate) fn submit<'u>(
         &mut self,
         uses: impl Iterator<Item = &'u Use> + Clone,
@@ -102,8 +107,8 @@ impl<D: Device> Stream<'_, D> {
     }
 }
 
-/// Gives the stream back. Its number stays reserved until its work is done; if this destructor is leaked it stays reserved for
-/// good, which costs a place in the table and nothing else.
+/// Gives the stream back. Its number stays reserved until its work is done; if this destructor is
+/// leaked it stays reserved for good, which costs a place in the table and nothing else.
 impl<D: Device> Drop for Stream<'_, D> {
     fn drop(&mut self) {
         self.device.keeper().clocks().detach(self.index, self.issued);
@@ -128,8 +133,9 @@ mod tests {
         Use::new("pool", block.region, Access::Write, block.claim.clone())
     }
 
-    /// A release that falls between the passes of `submit`, as another thread's would: before the numbers are written (then the
-    /// memory is gone at once and the submission must notice), and after (then the memory must wait).
+    /// A release that falls between the passes of `submit`, as another thread's would: before the
+    /// numbers are written (then the memory is gone at once and the submission must notice), and
+    /// after (then the memory must wait).
     #[test]
     fn a_release_between_the_passes_is_seen_by_one_side() {
         for pass in [2, 3] {
@@ -175,7 +181,8 @@ mod tests {
         assert_eq!((device.census().live(Category::Retiring), device.violations()), (0, 0));
     }
 
-    /// A refused use leaves no number behind, so a loop of stale calls does not keep what is gone alive.
+    /// A refused use leaves no number behind, so a loop of stale calls does not keep what is gone
+    /// alive.
     #[test]
     fn a_refused_submission_numbers_nothing() {
         let device = Late::new(1);
@@ -189,5 +196,29 @@ mod tests {
         assert_eq!(stream.last().number(), 0);
         drop((live, uses));
         assert_eq!(device.census().lines(), [], "and nothing is retiring");
+    }
+
+    /// A lease runs on one thread while the owner copies on another: refused, unless both only
+    /// read.
+    #[test]
+    fn a_submission_during_a_host_copy_is_busy() {
+        use Access::{Read, Write};
+        for (copies, uses, fine) in [(Read, Read, true), (Read, Write, false), (Write, Read, false)]
+        {
+            let device = Late::new(1);
+            let caller = device.own_stream().unwrap();
+            let mut stream = device.stream(&caller).unwrap();
+            let block = pool(&device);
+            let use_ = Use { access: uses, ..written(&block) };
+            let clocks = device.keeper().clocks();
+            let copy = || stream.submit(std::iter::once(&use_), |_, _| Ok(())).map(drop);
+            let sent = block.claim.standing.host(block.name(), copies, clocks, copy).unwrap();
+            let busy = Err(Error::Busy { what: "pool".into() });
+            assert_eq!(sent, if fine { Ok(()) } else { busy }, "{copies:?} {uses:?}");
+            stream.submit(std::iter::once(&use_), |_, _| Ok(())).expect("the copy is over");
+            let copied = block.claim.standing.host(block.name(), copies, clocks, || ());
+            let in_flight = Err(Error::InFlight { what: "pool".into() });
+            assert_eq!(copied, if fine { Ok(()) } else { in_flight });
+        }
     }
 }

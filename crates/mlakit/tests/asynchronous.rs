@@ -46,7 +46,8 @@ fn borrows_end_at_run_and_operands_may_be_dropped_in_flight() {
     });
 }
 
-// The lint says it: a submission has no destructor, so leaking it is nothing special. That is the point.
+// The lint says it: a submission has no destructor, so leaking it is nothing special. That is the
+// point.
 #[allow(clippy::forget_non_drop)]
 #[test]
 fn a_leaked_submission_then_a_slot_write() {
@@ -58,7 +59,8 @@ fn a_leaked_submission_then_a_slot_write() {
         std::mem::forget(world.graph.replay(&mut stream).unwrap());
         let mut slot = world.graph.slot_mut(world.table).unwrap();
         assert_eq!(slot.write(&[1, 1]), Err(Error::InFlight { what: "page_table".into() }));
-        // In stream order there is nothing to refuse: the first replay sees the old ids, the second the new ones.
+        // In stream order there is nothing to refuse: the first replay sees the old ids, the second
+        // the new ones.
         slot.write_on(&mut stream, &[1, 2]).unwrap();
         assert_eq!(caller.pump(2), 2); // the replay and its signal
         assert_eq!(world.graph.read(world.out).unwrap(), [of_page(1.0); 2]);
@@ -107,7 +109,8 @@ fn a_pool_is_released_under_work_in_flight_and_replaced_without_a_capture() {
         let (needed, given) = (PAGE.to_string(), wide.to_string());
         assert_eq!(bound.err(), Some(Error::PageGeometry { needed, given }));
 
-        // All of this is enqueued behind the replay that still reads the old pool through the same view.
+        // All of this is enqueued behind the replay that still reads the old pool through the same
+        // view.
         let pool = filled_pool(device, &mut stream, 5.0);
         world.graph.bind(&mut stream, world.view, &pool).unwrap();
         assert_eq!(caller.pump(2), 2);
@@ -115,7 +118,8 @@ fn a_pool_is_released_under_work_in_flight_and_replaced_without_a_capture() {
         assert_eq!(world.graph.read(world.out).unwrap(), [of_page(1.0); 2]);
         assert_eq!(world.replay(&mut stream), [of_page(5.0); 2]);
 
-        // The first owner can fill itself again; the lease of its first epoch is no use then either.
+        // The first owner can fill itself again; the lease of its first epoch is no use then
+        // either.
         world.pool.refill(1).unwrap();
         world.pool.refill(1).unwrap();
         assert_eq!(world.pool.epoch(), 2);
@@ -180,8 +184,7 @@ fn everything_may_be_dropped_in_any_order_with_launches_in_flight() {
             let _ = graph.replay(&mut stream).unwrap();
             drop(stream); // the stream goes back to its caller, too
             let (mut left, mut order) = (vec![0, 1, 2, 3], order);
-            let mut parts =
-                (Some(pool), Some(layer), Some(graph), Some((factor, scaled, lane)));
+            let mut parts = (Some(pool), Some(layer), Some(graph), Some((factor, scaled, lane)));
             while !left.is_empty() {
                 let next = left.remove(order % left.len());
                 order /= left.len() + 1;
@@ -262,7 +265,8 @@ fn two_streams_need_an_order() {
         left.pump(usize::MAX);
         right.pump(usize::MAX);
         assert_eq!(world.graph.read(world.out).unwrap(), [of_page(1.0); 2]);
-        // Reading the same weights and pages from two streams at a time needs no order; the graph's slots do.
+        // Reading the same weights and pages from two streams at a time needs no order; the graph's
+        // slots do.
         let mut again = filled_pool(device, &mut one, 1.0);
         let _ = world.graph.replay(&mut two).unwrap();
         let busy = world.factor.write_on(&mut one, 0, &[1.0]).err();

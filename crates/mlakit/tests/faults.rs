@@ -1,4 +1,5 @@
-//! The device runs out of memory, fails a launch, computes wrong numbers, breaks down. Nothing of it leaves memory in doubt.
+//! The device runs out of memory, fails a launch, computes wrong numbers, breaks down. Nothing of
+//! it leaves memory in doubt.
 
 mod common;
 use common::*;
@@ -72,7 +73,8 @@ fn whichever_call_fails_nothing_is_left_behind() {
     assert_eq!(result.unwrap(), [of_page(1.0); 2]);
 }
 
-/// A pool that finds no memory when it is filled again stays released; the old pages are gone, because they had to be.
+/// A pool that finds no memory when it is filled again stays released; the old pages are gone,
+/// because they had to be.
 #[test]
 fn a_refill_without_memory_leaves_an_empty_pool() {
     late(|device| {
@@ -94,7 +96,8 @@ fn a_refill_without_memory_leaves_an_empty_pool() {
     });
 }
 
-/// A write in several pieces whose second piece fails: what was enqueued keeps its memory until it is done.
+/// A write in several pieces whose second piece fails: what was enqueued keeps its memory until it
+/// is done.
 #[test]
 fn a_call_that_fails_half_way_still_counts() {
     late(|device| {
@@ -140,7 +143,8 @@ fn a_device_that_computes_wrong_numbers_does_not_prepare() {
     });
 }
 
-/// A device that lost its signals: what may still be in use is never freed, and the ledger shows it.
+/// A device that lost its signals: what may still be in use is never freed, and the ledger shows
+/// it.
 #[test]
 fn unknown_completion_never_frees() {
     let device = Late::new(2);

@@ -1,4 +1,5 @@
-//! Spec, plan, prepare, bind, run, capture, replay: the same on a device that works at once and on one that works late.
+//! Spec, plan, prepare, bind, run, capture, replay: the same on a device that works at once and on
+//! one that works late.
 
 mod common;
 use common::*;
@@ -320,8 +321,9 @@ fn weights_reload_in_place<D: Toy>(device: &D) {
     assert_eq!(wide.read().unwrap()[1..], values);
 }
 
-/// A lease of a view numbers the pages that the view showed when the lease was made. Were it good after the view is bound to other
-/// pages, the call would read those without a number, and they could be freed under it.
+/// A lease of a view numbers the pages that the view showed when the lease was made. Were it good
+/// after the view is bound to other pages, the call would read those without a number, and they
+/// could be freed under it.
 fn a_view_that_was_bound_again_ends_its_leases<D: Toy>(device: &D) {
     let caller = device.own_stream().unwrap();
     let mut stream = device.stream(&caller).unwrap();

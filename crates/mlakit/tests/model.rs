@@ -1,5 +1,6 @@
-//! Random programs of legal and illegal steps on three streams. Whatever is refused is refused by a typed error; whatever runs touches
-//! only memory that lives and races with nothing; in the end every byte is given back.
+//! Random programs of legal and illegal steps on three streams. Whatever is refused is refused by a
+//! typed error; whatever runs touches only memory that lives and races with nothing; in the end
+//! every byte is given back.
 
 mod common;
 use common::*;
@@ -99,7 +100,8 @@ impl<'s> Program<'s> {
         }
     }
 
-    /// Points a graph at a pool, most often of another world, so that one pool serves several graphs.
+    /// Points a graph at a pool, most often of another world, so that one pool serves several
+    /// graphs.
     fn bind(&mut self, w: usize, s: usize, seen: &mut Seen) {
         let of = self.pick(WORLDS);
         let mut world = self.worlds.swap_remove(w);

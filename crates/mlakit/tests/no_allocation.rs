@@ -1,4 +1,5 @@
-//! `bind`, `run`, `replay`, slot writes and pool binds do not call the allocator, on either device; nor do they obtain device memory.
+//! `bind`, `run`, `replay`, slot writes and pool binds do not call the allocator, on either device;
+//! nor do they obtain device memory.
 
 mod common;
 use common::*;
@@ -9,7 +10,8 @@ struct Counting;
 
 thread_local!(static CALLS: Cell<usize> = const { Cell::new(0) });
 
-// SAFETY: every call goes unchanged to `System`; the counter is a thread-local without a destructor and allocates nothing.
+// SAFETY: every call goes unchanged to `System`; the counter is a thread-local without a destructor
+// and allocates nothing.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         CALLS.set(CALLS.get() + 1);

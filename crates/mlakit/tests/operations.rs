@@ -1,5 +1,6 @@
-//! Real operations on a device that works late: a step of writer, dense attention and merge, eager and captured, while pools, views
-//! and requests change under it. The reference is the oracle on the host.
+//! Real operations on a device that works late: a step of writer, dense attention and merge, eager
+//! and captured, while pools, views and requests change under it. The reference is the oracle on
+//! the host.
 
 mod common;
 use common::*;
@@ -13,10 +14,8 @@ use mlakit::splits::Budget;
 const HEADS: usize = 2;
 const QK: usize = 6;
 const VALUE: usize = 4;
-const PAGES: PageGeometry = PageGeometry {
-    record: RecordLayout { format: RecordFormat::Bf16, width: QK },
-    page_size: 16,
-};
+const PAGES: PageGeometry =
+    PageGeometry { record: RecordLayout { format: RecordFormat::Bf16, width: QK }, page_size: 16 };
 /// Pages of the pool, and of a request at most.
 const POOL: usize = 4;
 /// Requests, each with one row a step.
@@ -81,8 +80,10 @@ struct Operands<D> {
 
 impl<D: Runs<Dense> + Runs<Writer>> Layer<D> {
     fn new(device: &D) -> Result<Self, Error> {
-        let writer = Plan::<Writer>::for_device::<D>(&writer_spec(), device.facts())?.prepare(device)?;
-        let dense = Plan::<Dense>::for_device::<D>(&dense_spec(), device.facts())?.prepare(device)?;
+        let writer =
+            Plan::<Writer>::for_device::<D>(&writer_spec(), device.facts())?.prepare(device)?;
+        let dense =
+            Plan::<Dense>::for_device::<D>(&dense_spec(), device.facts())?.prepare(device)?;
         Ok(Self { writer, dense })
     }
 
@@ -135,7 +136,8 @@ struct Inputs {
 const OFFSETS: [i32; BATCH + 1] = [0, 1, 2];
 
 impl Inputs {
-    /// Step `step` of two requests, one of which is two tokens ahead; pages are handed out crosswise.
+    /// Step `step` of two requests, one of which is two tokens ahead; pages are handed out
+    /// crosswise.
     fn new(step: usize, dice: &mut Dice) -> Self {
         let mut numbers = |count: usize| -> Vec<bf16> {
             (0..count).map(|_| bf16::from_f32(dice.roll(33) as f32 / 16.0 - 1.0)).collect()
@@ -249,8 +251,9 @@ fn leased<T: Element, D: Device>(device: &D, values: &[T::Raw]) -> Buffer<T, D> 
     Buffer::new(device, (Category::Tensors, "operand"), values).unwrap()
 }
 
-/// Twenty steps of two growing requests, across a page boundary, fully asynchronous; in the middle the pool is replaced under the
-/// replays in flight. Each result is that of the oracle, and an eager step of leases gives the same bits.
+/// Twenty steps of two growing requests, across a page boundary, fully asynchronous; in the middle
+/// the pool is replaced under the replays in flight. Each result is that of the oracle, and an
+/// eager step of leases gives the same bits.
 #[test]
 fn a_captured_decode_step_runs_late_and_changes_pools() {
     late(|device| {
@@ -269,7 +272,8 @@ fn a_captured_decode_step_runs_late_and_changes_pools() {
             feed(&mut graph, &mut stream, (&keys, &inputs)).unwrap();
             let _ = graph.replay(&mut stream).unwrap();
             if step == 9 {
-                // The next pool begins with the old one's pages, read when the stream has written them.
+                // The next pool begins with the old one's pages, read when the stream has written
+                // them.
                 stream.wait().unwrap();
                 let mut moved = vec![0; pages.len()];
                 pool.read((0, 0), &mut moved).unwrap();
@@ -331,7 +335,8 @@ fn eager(
     assert_eq!(out.read().unwrap(), inputs.expect::<Late>(layer.dense.plan(), pages));
 }
 
-/// A graph that writes its pool conflicts with whatever reads that pool on another stream; graphs that only read do not.
+/// A graph that writes its pool conflicts with whatever reads that pool on another stream; graphs
+/// that only read do not.
 #[test]
 fn a_pool_that_a_graph_writes_is_written() {
     late(|device| {
@@ -409,7 +414,8 @@ fn merge_runs_late() {
     });
 }
 
-/// The probes of real operations check what they say: a device that computes something else does not prepare.
+/// The probes of real operations check what they say: a device that computes something else does
+/// not prepare.
 #[test]
 fn real_probes_have_teeth() {
     late(|device| {

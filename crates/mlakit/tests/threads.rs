@@ -1,4 +1,5 @@
-//! Real threads against each other. (`clock/model.rs` tries the interleavings of the protocol one by one.)
+//! Real threads against each other. (`clock/model.rs` tries the interleavings of the protocol one
+//! by one.)
 
 mod common;
 use common::*;
@@ -73,7 +74,8 @@ fn release_against_replay() {
     is_clean(&device);
 }
 
-/// Streams are attached and dropped by several threads, with work left behind: an index is never two queues.
+/// Streams are attached and dropped by several threads, with work left behind: an index is never
+/// two queues.
 #[test]
 fn streams_come_and_go() {
     let device = Late::new(2);
@@ -105,7 +107,8 @@ fn streams_come_and_go() {
     is_clean(&device);
 }
 
-/// A view is pointed from one pool to another and back on one thread, and its leases are used on another.
+/// A view is pointed from one pool to another and back on one thread, and its leases are used on
+/// another.
 #[test]
 fn rebind_against_a_leased_view() {
     let device = Late::new(2);

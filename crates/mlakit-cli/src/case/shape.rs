@@ -219,10 +219,10 @@ mod tests {
         capacity: &[("max_rows", "R"), ("max_batch", "B")],
     };
 
-    fn check(
-        spec: Value,
-        shapes: &[(&str, Dtype, &[usize])],
-    ) -> Result<Map<String, Value>, String> {
+    /// A tensor of zeros.
+    type Zeros = (&'static str, Dtype, &'static [usize]);
+
+    fn check(spec: Value, shapes: &[Zeros]) -> Result<Map<String, Value>, String> {
         let Value::Object(mut spec) = spec else { panic!("an object") };
         let mut tensors = Tensors::default();
         for (name, dtype, shape) in shapes {
@@ -245,8 +245,8 @@ mod tests {
 
     #[test]
     fn errors_name_the_tensor_what_was_needed_and_what_was_given() {
-        let x: (&str, Dtype, &[usize]) = ("x", Dtype::Bf16, &[3, 5]);
-        let tries: [(Value, Vec<(&str, Dtype, &[usize])>, &str); 8] = [
+        let x: Zeros = ("x", Dtype::Bf16, &[3, 5]);
+        let tries: [(Value, Vec<Zeros>, &str); 8] = [
             (json!({}), vec![], "tensor `x`: needed BF16 [R, H], given nothing"),
             (
                 json!({"heads": 4}),

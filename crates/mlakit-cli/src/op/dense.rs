@@ -9,7 +9,7 @@ use safetensors::Dtype as FileDtype;
 use serde_json::{Map, Value};
 
 use super::source::{Lying, Source};
-use super::{Call, CaseOp, Expected, Optional, Outcome};
+use super::{Call, CaseOp, Exact, Expected, Optional};
 use crate::case::shape::number;
 use crate::case::{Axis, Dims, Table, TensorRule, Tensors};
 
@@ -155,7 +155,7 @@ impl CaseOp for Dense {
     }
 
     /// With the splits that the Spec says, and one where it leaves them to the device.
-    fn oracle(call: &Call<'_, Self>) -> Outcome {
+    fn oracle(call: &Call<'_, Self>) -> Exact {
         let (spec, tensors) = (&call.spec, &call.tensors);
         let splits = spec.capacity().resolve(1).unwrap_or(1);
         let (wide, narrow) = (tensors.values::<bf16>("q"), tensors.values::<u8>("q"));
@@ -181,7 +181,7 @@ impl CaseOp for Dense {
                 q_scale: tensors.scalar("q_scale").unwrap_or(1.0),
             },
         );
-        super::rounded(call, &[&result.out, &result.lse], result.faults)
+        Exact::numbers(call, vec![result.out, result.lse], result.faults)
     }
 }
 

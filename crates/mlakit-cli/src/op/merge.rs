@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 
 use super::dense::{given, lse_output};
 use super::source::{Lying, Source};
-use super::{Call, CaseOp, Expected, Optional, Outcome};
+use super::{Call, CaseOp, Exact, Expected, NO_FAULTS, Optional};
 use crate::case::tensor::file_dtype;
 use crate::case::{Axis, Dims, Table, TensorRule, Tensors};
 
@@ -90,7 +90,7 @@ impl CaseOp for Merge {
         })
     }
 
-    fn oracle(call: &Call<'_, Self>) -> Outcome {
+    fn oracle(call: &Call<'_, Self>) -> Exact {
         let (spec, tensors) = (&call.spec, &call.tensors);
         let outs: Vec<f32> = match spec.partial {
             Partial::Bf16 => {
@@ -101,6 +101,6 @@ impl CaseOp for Merge {
         let (lses, sink) = (tensors.values::<f32>("lses"), tensors.values::<f32>("sink"));
         let sink = spec.sink.then_some(&sink[..]);
         let (out, lse) = oracle(spec, &MergeCase { outs: &outs, lses: &lses, sink });
-        super::rounded(call, &[&out, &lse], [0; 3])
+        Exact::numbers(call, vec![out, lse], NO_FAULTS)
     }
 }

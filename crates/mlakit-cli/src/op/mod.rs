@@ -8,17 +8,15 @@ use mlakit::op::writer::Writer;
 use mlakit::scratch::FAULT_NAMES;
 use mlakit::{Device, Dtype, Error, Op, PageGeometry, Plan, Runs};
 use mlakit_cpu::Cpu;
-use serde::Serialize;
 use serde_json::{Map, Value};
 
-use crate::args::OpArgs;
 use crate::case::tensor::file_dtype;
-use crate::case::{Case, Dims, Table, Tensor, Tensors, read_file, write, write_file};
-use crate::device::{self, AnyDevice, AnyFacts, Environment};
+use crate::case::{Case, Dims, Table, Tensor, Tensors};
+use crate::device::{AnyDevice, AnyFacts};
 use crate::failure::Failure;
 use crate::plan::PlanReport;
-use crate::report::{self, Report};
 
+mod command;
 pub mod compare;
 mod dense;
 mod merge;
@@ -27,6 +25,7 @@ pub mod session;
 pub mod source;
 mod writer;
 
+pub use command::command;
 use session::Session;
 use source::Source;
 
@@ -55,7 +54,7 @@ pub trait CaseOp: Op {
         source: &mut S,
     ) -> Result<Self::Args<'static, D>, Error>;
     /// What the oracle says.
-    fn oracle(call: &Call<'_, Self>) -> Outcome;
+    fn oracle(call: &Call<'_, Self>) -> Exact;
 }
 
 /// A tensor that not every case has.
@@ -130,15 +129,63 @@ pub struct Operation {
     /// Runs a case.
     pub run: fn(Case<'_>, &AnyDevice, usize) -> Result<Ran, Failure>,
     /// Runs the oracle.
-    pub oracle: fn(Case<'_>) -> Result<Ran, Failure>,
+    pub oracle: fn(Case<'_>) -> Result<Exact, Failure>,
 }
 
-/// A case that was run, by a device or by the oracle.
+/// A case that a device ran.
 pub struct Ran {
     /// What it computed.
     pub outcome: Outcome,
-    /// The plan, where a device ran it.
-    pub plan: Option<PlanReport>,
+    /// The plan.
+    pub plan: PlanReport,
+}
+
+/// What the oracle says of a case.
+pub struct Exact {
+    /// By output, in the order of the format.
+    pub outputs: Vec<(Expected, Values)>,
+    /// What was skipped or clamped.
+    pub faults: [u32; FAULT_NAMES.len()],
+}
+
+/// The elements of an output of the oracle.
+pub enum Values {
+    /// Numbers before their rounding to the dtype of the output.
+    Numbers(Vec<f64>),
+    /// Bytes, all of them determined.
+    Bytes(Vec<u8>),
+}
+
+/// Nothing was skipped or clamped.
+const NO_FAULTS: [u32; FAULT_NAMES.len()] = [0; FAULT_NAMES.len()];
+
+impl Exact {
+    /// Numbers for each output of a call.
+    fn numbers<O: CaseOp>(
+        call: &Call<'_, O>,
+        values: Vec<Vec<f64>>,
+        faults: [u32; FAULT_NAMES.len()],
+    ) -> Self {
+        let values = values.into_iter().map(Values::Numbers);
+        Self { outputs: O::outputs(call).into_iter().zip(values).collect(), faults }
+    }
+
+    /// Each number rounded once, to the dtype of its output.
+    pub fn rounded(self) -> Outcome {
+        let bytes = |dtype: Dtype, values: Values| -> Vec<u8> {
+            let numbers = match values {
+                Values::Bytes(bytes) => return bytes,
+                Values::Numbers(numbers) => numbers.into_iter(),
+            };
+            match dtype {
+                Dtype::Bf16 => numbers.flat_map(|v| bf16::from_f64(v).to_le_bytes()).collect(),
+                _ => numbers.flat_map(|v| (v as f32).to_le_bytes()).collect(),
+            }
+        };
+        let outputs = self.outputs.into_iter();
+        let outputs = outputs.map(|(output, values)| output.tensor(bytes(output.dtype, values)));
+        Outcome { outputs: outputs.collect(), faults: self.faults }
+    }
 }
 
 /// The operations, in the order of the format.
@@ -207,13 +254,11 @@ fn run_on<O: CaseOp, D: Runs<O>>(
             compare::same_bits(number, &outcome, &given)?;
         }
     }
-    let plan = Some(PlanReport::of(session.plan()));
-    Ok(Ran { outcome, plan })
+    Ok(Ran { outcome, plan: PlanReport::of(session.plan()) })
 }
 
-fn oracle<O: CaseOp>(case: Case<'_>) -> Result<Ran, Failure> {
-    let call = Call::<O>::new(case)?;
-    Ok(Ran { outcome: O::oracle(&call), plan: None })
+fn oracle<O: CaseOp>(case: Case<'_>) -> Result<Exact, Failure> {
+    Ok(O::oracle(&Call::<O>::new(case)?))
 }
 
 /// Makes a Spec from its fields.
@@ -298,124 +343,5 @@ impl<'c, O: CaseOp> Call<'c, O> {
             crate::machine::ensure_memory(&format!("output `{}`", output.name), bytes)?;
         }
         Ok(())
-    }
-}
-
-/// An outcome from f64 values, each rounded once to the dtype of its output.
-fn rounded<O: CaseOp>(
-    call: &Call<'_, O>,
-    values: &[&[f64]],
-    faults: [u32; FAULT_NAMES.len()],
-) -> Outcome {
-    let bytes = |dtype: Dtype, values: &[f64]| -> Vec<u8> {
-        match dtype {
-            Dtype::Bf16 => values.iter().flat_map(|v| bf16::from_f64(*v).to_le_bytes()).collect(),
-            _ => values.iter().flat_map(|v| (*v as f32).to_le_bytes()).collect(),
-        }
-    };
-    let outputs = O::outputs(call).into_iter().zip(values);
-    let outputs = outputs.map(|(output, values)| output.tensor(bytes(output.dtype, values)));
-    Outcome { outputs: outputs.collect(), faults }
-}
-
-/// What `mlakit op` prints.
-#[derive(Serialize)]
-struct OpReport {
-    operation: &'static str,
-    device: String,
-    #[serde(flatten)]
-    plan: Option<PlanReport>,
-    replays: usize,
-    outputs: Vec<Printed>,
-    faults: u64,
-    faults_by_kind: Map<String, Value>,
-    out: String,
-}
-
-#[derive(Serialize)]
-struct Printed {
-    name: &'static str,
-    dtype: String,
-    shape: Vec<usize>,
-    /// FNV-1a, 64 bits, of the bytes.
-    checksum: String,
-}
-
-impl Report for OpReport {
-    fn lines(&self) -> Vec<String> {
-        let mut rows =
-            vec![("operation", self.operation.to_owned()), ("device", self.device.clone())];
-        if let Some(plan) = &self.plan {
-            rows.extend(plan.choices());
-        }
-        if self.replays > 0 {
-            rows.push(("replays", format!("{}, the bits of the eager run", self.replays)));
-        }
-        rows.push(("faults", self.faults.to_string()));
-        rows.push(("written", self.out.clone()));
-        let outputs = self.outputs.iter().map(|output| {
-            let shape = format!("{:?}", output.shape);
-            vec![output.name.to_owned(), output.dtype.clone(), shape, output.checksum.clone()]
-        });
-        let outputs =
-            report::table(&["output", "dtype", "shape", "checksum"], &[], outputs.collect());
-        let mut lines = vec![report::pairs(&rows)];
-        lines.extend(self.plan.iter().map(PlanReport::scratch_table));
-        lines.push(outputs);
-        lines
-    }
-}
-
-/// `mlakit op`.
-///
-/// # Errors
-/// Anything that is wrong with the case, the device or the output path; a replay with other bits.
-pub fn command(args: &OpArgs, environment: &Environment) -> Result<impl Report + use<>, Failure> {
-    let operation = find(&args.operation)?;
-    write::check_path(&args.out)?;
-    let bytes = read_file(&args.case)?;
-    let place = args.case.display();
-    let case = Case::parse(&bytes).map_err(|failure| failure.within(&place))?;
-    if case.operation != operation.name {
-        return Err(Failure::input(
-            format!(
-                "{place}: needed a case of {}, given one of {:?}",
-                operation.name, case.operation
-            ),
-            format!("run `mlakit op {}`, or give another case", case.operation),
-        ));
-    }
-    let metadata = case.metadata.clone();
-    let replays = args.replay.unwrap_or(0);
-    let (device, ran) = if args.oracle {
-        ("oracle (f64)".to_owned(), (operation.oracle)(case))
-    } else {
-        let device = device::open(&args.device, environment)?;
-        (device.describe(), (operation.run)(case, &device, replays))
-    };
-    let ran = ran.map_err(|failure| failure.within(&place))?;
-    let faults: u64 = ran.outcome.faults.iter().map(|count| u64::from(*count)).sum();
-    let counted = Tensor::new(Dtype::I32, vec![1], &[i32::try_from(faults).unwrap_or(i32::MAX)]);
-    let mut tensors: Vec<(&str, &Tensor<'_>)> =
-        ran.outcome.outputs.iter().map(|(name, tensor)| (*name, tensor)).collect();
-    tensors.push(("faults", &counted));
-    write_file(&args.out, &metadata, &tensors)?;
-    let kinds = FAULT_NAMES.iter().zip(ran.outcome.faults);
-    Ok(OpReport {
-        operation: operation.name,
-        device,
-        plan: ran.plan,
-        replays,
-        outputs: ran.outcome.outputs.iter().map(Printed::new).collect(),
-        faults,
-        faults_by_kind: kinds.map(|(name, count)| ((*name).to_owned(), count.into())).collect(),
-        out: args.out.display().to_string(),
-    })
-}
-
-impl Printed {
-    fn new((name, tensor): &(&'static str, Tensor<'_>)) -> Self {
-        let (dtype, shape) = (tensor.dtype.to_string(), tensor.shape.clone());
-        Self { name, dtype, shape, checksum: compare::checksum(&tensor.bytes) }
     }
 }

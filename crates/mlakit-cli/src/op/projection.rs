@@ -7,7 +7,7 @@ use mlakit::op::projection::{Projection, ProjectionArgs, ProjectionSpec, oracle}
 use mlakit::{Device, Dtype, Error};
 
 use super::source::{Lying, Source, Strided};
-use super::{Call, CaseOp, Expected, Optional, Outcome};
+use super::{Call, CaseOp, Exact, Expected, NO_FAULTS, Optional};
 use crate::case::{Axis, Table, TensorRule};
 
 impl CaseOp for Projection {
@@ -58,9 +58,9 @@ impl CaseOp for Projection {
         })
     }
 
-    fn oracle(call: &Call<'_, Self>) -> Outcome {
+    fn oracle(call: &Call<'_, Self>) -> Exact {
         let (x, weight) = (call.tensors.values::<bf16>("x"), call.tensors.values::<bf16>("weight"));
         let y = oracle(&call.spec, &x, &weight);
-        super::rounded(call, &[&y], [0; 3])
+        Exact::numbers(call, vec![y], NO_FAULTS)
     }
 }

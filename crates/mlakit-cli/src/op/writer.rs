@@ -2,12 +2,13 @@
 
 use half::bf16;
 use mlakit::op::writer::{Writer, WriterArgs, WriterCase, oracle};
+use mlakit::scratch::Fault;
 use mlakit::{Device, Dtype, Error, PageGeometry};
 use serde_json::{Map, Value};
 
 use super::dense::given;
 use super::source::{Lying, Source};
-use super::{Call, CaseOp, Expected, Optional, Outcome};
+use super::{Call, CaseOp, Exact, Expected, Optional, Values};
 use crate::Failure;
 use crate::case::{Axis, Dims, Table, TensorRule, Tensors};
 
@@ -103,7 +104,7 @@ impl CaseOp for Writer {
         })
     }
 
-    fn oracle(call: &Call<'_, Self>) -> Outcome {
+    fn oracle(call: &Call<'_, Self>) -> Exact {
         let tensors = &call.tensors;
         let (latent, rope) = (tensors.values::<bf16>("latent"), tensors.values::<bf16>("rope"));
         let slots = tensors.values::<i64>("slots");
@@ -116,7 +117,9 @@ impl CaseOp for Writer {
         };
         let mut cache = tensors.values::<u8>("cache").into_owned();
         let skipped = oracle(&call.spec, &case, &mut cache);
-        let outputs = Self::outputs(call).iter().map(|pages| pages.tensor(cache.clone())).collect();
-        Outcome { outputs, faults: [skipped, 0, 0] }
+        let mut faults = super::NO_FAULTS;
+        faults[Fault::Id as usize] = skipped;
+        let outputs = Self::outputs(call).into_iter().zip([Values::Bytes(cache)]).collect();
+        Exact { outputs, faults }
     }
 }

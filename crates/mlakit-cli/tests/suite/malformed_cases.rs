@@ -245,7 +245,7 @@ fn tensor_cases() -> Vec<Wrong> {
         tensor(writer, "kv_scale", Dtype::F32, &[1]),
         tensor(writer, "key", Dtype::Bf16, &[9, 24]),
         tensor(writer, "cache", Dtype::U8, &[3, 1151]),
-        tensor(projection, "x", Dtype::Bf16, &[5, 3, 18]),
+        tensor(projection, "x", Dtype::Bf16, &[5, 48]),
         tensor(projection, "weight", Dtype::Bf16, &[2, 16, 24]),
         tensor(projection, "weight", Dtype::F32, &[3, 16, 24]),
         tensor(projection, "bias", Dtype::F32, &[24]),

@@ -1,4 +1,5 @@
-//! The protocol under loom: every interleaving of two or three threads, with the memory orders that are written.
+//! The protocol under loom: every interleaving of two or three threads, with the memory orders that
+//! are written.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test -p mlakit --lib --release clock::model`
 
@@ -11,7 +12,8 @@ use super::*;
 
 const DEVICE: u64 = 1;
 
-/// Memory as the model sees it. `contents` is touched with plain accesses, so loom itself reports a race or a use after free.
+/// Memory as the model sees it. `contents` is touched with plain accesses, so loom itself reports a
+/// race or a use after free.
 struct Memory {
     standing: Arc<Standing>,
     clocks: Clocks,
@@ -19,7 +21,8 @@ struct Memory {
     freed: AtomicBool,
 }
 
-// SAFETY: the only field that is not `Sync` is `contents`, and that its accesses are ordered is what loom checks here.
+// SAFETY: the only field that is not `Sync` is `contents`, and that its accesses are ordered is
+// what loom checks here.
 unsafe impl Sync for Memory {}
 
 impl Memory {
@@ -143,7 +146,8 @@ fn two_host_copies() {
     }
 }
 
-/// A view is pointed elsewhere while its lease is used: whoever finds the new words has lost the lease.
+/// A view is pointed elsewhere while its lease is used: whoever finds the new words has lost the
+/// lease.
 #[test]
 fn a_rebind_against_a_leased_call() {
     loom::model(|| {

@@ -95,8 +95,7 @@ impl<'w, O: Op, D: Runs<O>> Warm<'w, O, D> {
             .iter()
             .flat_map(|(pool, view)| pool.claim().into_iter().chain([view.claim()]));
         let own: Vec<_> = probes.chain(pools).chain([&self.prepared.loaded.claim]).collect();
-        let is_own =
-            |u: &&Use| own.iter().any(|claim| claim.is_of(&u.claim.standing));
+        let is_own = |u: &&Use| own.iter().any(|claim| claim.is_of(&u.claim.standing));
         if let Some(live) = bound.uses.list.iter().flatten().find(|u| !is_own(u)) {
             return Err(Error::Foreign { what: live.what });
         }

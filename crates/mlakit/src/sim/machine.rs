@@ -1,4 +1,5 @@
-//! The machine: a heap that looks every access up, queues of jobs, and the faults that were asked for.
+//! The machine: a heap that looks every access up, queues of jobs, and the faults that were asked
+//! for.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -11,7 +12,8 @@ use crate::paging::ViewWords;
 use crate::scratch::{self, ALIGN};
 use crate::{Access, Error, Keeper, Region, Signal, Ticket};
 
-/// What an allocation holds at first: as F32 and in every second BF16 a NaN, as an id far out of any pool.
+/// What an allocation holds at first: as F32 and in every second BF16 a NaN, as an id far out of
+/// any pool.
 const STALE: [u8; 4] = [0xde, 0xad, 0xc0, 0x7f];
 
 /// More than a test needs; what is larger finds no memory.
@@ -195,7 +197,8 @@ impl Job {
         self.launches().iter().any(|launch| {
             let behind = launch.view.and_then(|(view, access)| Some((pages(view)?, access)));
             let view = launch.view.map(|(view, _)| (view.into(), Access::Read));
-            let operands = launch.operands.iter().map(|(region, access)| ((*region).into(), *access));
+            let operands =
+                launch.operands.iter().map(|(region, access)| ((*region).into(), *access));
             operands.chain(view).chain(behind).any(&mut found)
         })
     }
@@ -256,7 +259,8 @@ impl Machine {
             return Err(Error::OutOfMemory { what: "machine".into(), bytes });
         }
         let heap = &mut self.heap;
-        // The first address is not 0, and behind each block is a gap, so that running past the end is seen.
+        // The first address is not 0, and behind each block is a gap, so that running past the end
+        // is seen.
         let address = (heap.next + 1).next_multiple_of(ALIGN as u64);
         heap.next = address + bytes as u64;
         let stale = STALE.into_iter().cycle().take(bytes).collect();
@@ -316,7 +320,8 @@ impl Machine {
         }
     }
 
-    /// The host or the allocator touches memory: a fault of the core if a job in a queue still conflicts.
+    /// The host or the allocator touches memory: a fault of the core if a job in a queue still
+    /// conflicts.
     fn expect_unused(&mut self, touch: Touch) {
         let used = |job: &Job| job.touches(|view| self.settled(view), |t| conflict(t, touch));
         let used = self.queues.iter().flatten().any(used);
@@ -339,7 +344,8 @@ impl Machine {
         self.heap.violations += races;
     }
 
-    /// The pages that a view shows now; nothing if its words are wrong, which is found when they are used.
+    /// The pages that a view shows now; nothing if its words are wrong, which is found when they
+    /// are used.
     fn shown(&self, view: Region) -> Option<Span> {
         let (base, bytes) = self.heap.blocks.range(..=view.address()).next_back()?;
         let words = bytes.get((view.address() - base) as usize..)?.first_chunk()?;

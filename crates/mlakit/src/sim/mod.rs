@@ -1,11 +1,15 @@
-//! Two simulated devices on one simulated machine, for tests: [`AtOnce`] works when it is asked, [`Late`] when its stream is pumped.
+//! Two simulated devices on one simulated machine, for tests: [`AtOnce`] works when it is asked,
+//! [`Late`] when its stream is pumped.
 //!
-//! Addresses are never used twice and every access is looked up, so what would be a use after free or a race on a real device is
-//! counted here ([`Simulated::violations`]): an access to memory that is gone or past its end, a free or a host copy under queued
-//! work, and two queues that hold conflicting work of which neither waits for the other. Safe programs leave that count at zero.
-//! A device can be told to run out of memory, to fail a launch, to compute wrong numbers or to break down ([`Fault`]).
+//! Addresses are never used twice and every access is looked up, so what would be a use after free
+//! or a race on a real device is counted here ([`Simulated::violations`]): an access to memory that
+//! is gone or past its end, a free or a host copy under queued work, and two queues that hold
+//! conflicting work of which neither waits for the other. Safe programs leave that count at zero. A
+//! device can be told to run out of memory, to fail a launch, to compute wrong numbers or to break
+//! down ([`Fault`]).
 //!
-//! It runs the toy operations of [`op::toy`](crate::op::toy), whose launches allocate nothing, and the real ones by their oracles.
+//! It runs the toy operations of [`op::toy`](crate::op::toy), whose launches allocate nothing, and
+//! the real ones by their oracles.
 
 mod machine;
 mod oracles;
@@ -101,7 +105,8 @@ pub struct SimStream {
 }
 
 impl SimStream {
-    /// Lets the device work off up to `jobs` jobs (a submission is its work and then one signal); says how many it did.
+    /// Lets the device work off up to `jobs` jobs (a submission is its work and then one signal);
+    /// says how many it did.
     pub fn pump(&self, jobs: usize) -> usize {
         let keeper = &self.shared.keeper;
         let mut machine = self.shared.machine();
@@ -170,7 +175,8 @@ impl<P: Pace> Simulated<P> {
     fn enqueue(&self, queue: &mut SimQueue, job: Job) {
         let mut machine = self.0.machine();
         machine.push(queue.stream.queue, job);
-        // Another thread may be the one whose work a job waits for, so the lock is free between two tries.
+        // Another thread may be the one whose work a job waits for, so the lock is free between two
+        // tries.
         while !P::LATE && machine.is_pending(queue.stream.queue) {
             if !machine.step(&self.0.keeper, queue.stream.queue) {
                 drop(machine);

@@ -1,4 +1,5 @@
-//! Real operations on a simulated device: a kernel copies its operands out of the heap, calls the oracle and writes the result back.
+//! Real operations on a simulated device: a kernel copies its operands out of the heap, calls the
+//! oracle and writes the result back.
 //!
 //! So real launches run late, with their real operands and through real views.
 
@@ -140,7 +141,8 @@ impl<P: Pace> Runs<Dense> for Simulated<P> {
         r: &DenseRegions,
         queue: &mut SimQueue,
     ) -> Result<(), Error> {
-        let inputs = [r.q, r.page_table, r.kv_lens, r.q_offsets, r.row_kv_lens, r.kv_scale, r.q_scale];
+        let inputs =
+            [r.q, r.page_table, r.kv_lens, r.q_offsets, r.row_kv_lens, r.kv_scale, r.q_scale];
         let outputs = [r.out, r.lse, r.scratch];
         let (spec, division, r) = (plan.spec().clone(), plan.division(), *r);
         let kernel = Kernel::Oracle(Arc::new(move |heap| dense(heap, (&spec, division), &r)));

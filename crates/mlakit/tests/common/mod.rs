@@ -2,15 +2,15 @@
 #![allow(dead_code, missing_docs, unused_imports)]
 
 pub use half::bf16;
-pub use mlakit::op::toy::{Scale, ScaleArgs, ScaleFields, ScaleSpec, Sum, SumArgs, SumFields, SumSpec};
+pub use mlakit::op::toy::{
+    Scale, ScaleArgs, ScaleFields, ScaleSpec, Sum, SumArgs, SumFields, SumSpec,
+};
 pub use mlakit::sim::{AtOnce, Fault, Late};
 pub use mlakit::*;
 
 /// A page of 16 BF16 numbers.
-pub const PAGE: PageGeometry = PageGeometry {
-    record: RecordLayout { format: RecordFormat::Bf16, width: 1 },
-    page_size: 16,
-};
+pub const PAGE: PageGeometry =
+    PageGeometry { record: RecordLayout { format: RecordFormat::Bf16, width: 1 }, page_size: 16 };
 pub const ROWS: usize = 2;
 pub const FACTOR: f32 = 10.0;
 
@@ -23,7 +23,8 @@ pub const fn of_page(value: f32) -> f32 {
 pub trait Toy: Runs<Scale> + Runs<Sum> {}
 impl<D: Runs<Scale> + Runs<Sum>> Toy for D {}
 
-/// What a layer keeps: code, and leases of what others own. So one `step` serves a stream and a recorder.
+/// What a layer keeps: code, and leases of what others own. So one `step` serves a stream and a
+/// recorder.
 pub struct Layer<D: Toy> {
     pub scale: Prepared<Scale, D>,
     pub sum: Prepared<Sum, D>,
@@ -71,7 +72,8 @@ impl<D: Toy> Layer<D> {
         Lane::new(device, "lane", &bytes).unwrap()
     }
 
-    /// out[r] = factor * sum of page page_table[r]. All operands are leases: this is the one way of the data.
+    /// out[r] = factor * sum of page page_table[r]. All operands are leases: this is the one way of
+    /// the data.
     pub fn step<R: Runner<'static, D>>(
         &self,
         runner: &mut R,
@@ -138,7 +140,8 @@ impl<D: Toy> World<D> {
     }
 }
 
-/// A test on a device that works late. Everything in it ends with: no wrong access, nothing left behind.
+/// A test on a device that works late. Everything in it ends with: no wrong access, nothing left
+/// behind.
 pub fn late(test: impl FnOnce(&Late)) {
     let device = Late::new(2);
     test(&device);

@@ -2,6 +2,7 @@
 
 use half::bf16;
 use mlakit::op::dense::DenseResult;
+use mlakit::op::merge::Partial;
 use mlakit::splits::Division;
 
 use super::dense_inputs::DenseInputs;
@@ -24,9 +25,17 @@ pub fn rms(values: impl IntoIterator<Item = f64>) -> f64 {
     (sum / count.max(1) as f64).sqrt()
 }
 
+/// The distance between the BF16 numbers next to `value`.
+pub fn bf16_unit(value: f64) -> f64 {
+    let exponent = value.abs().max(f64::from(f32::MIN_POSITIVE)).log2().floor();
+    (exponent - 7.0).exp2()
+}
+
 /// Compares with the oracle: faults exactly, log-sum-exps and elements by their bounds, the whole
-/// output by [`RMS_BOUND`]. An element may err by one BF16 unit of itself plus one of the row's
-/// RMS, which is what the rounded weights of its keys add up to.
+/// output by [`RMS_BOUND`]. An element may err by one BF16 unit (the output's) plus 1/128 of the
+/// row's RMS, which is six times what the rounded weights of its keys add up to. Where partial
+/// results are BF16 the oracle rounds them too, perhaps the other way: that is a unit of the
+/// largest element of a part, 1/64 of a row's RMS where one key of normal numbers dominates it.
 #[track_caller]
 pub fn dense_agrees(
     inputs: &DenseInputs,
@@ -41,12 +50,14 @@ pub fn dense_agrees(
         assert!(close, "lse: given {g}, needed {n}, bound {bound:.1e}\n{}", place.of(index));
     }
     let width = inputs.spec.value_width;
+    let rounded = division.splits > 1 && inputs.spec.partial == Partial::Bf16;
+    let share = if rounded { 1.0 / 128.0 + 1.0 / 64.0 } else { 1.0 / 128.0 };
     let mut errors = Vec::with_capacity(given.out.len());
     let rows = given.out.chunks_exact(width).zip(needed.out.chunks_exact(width));
     for (index, (given, needed)) in rows.enumerate() {
         let scale = rms(needed.iter().copied());
         for (element, (g, n)) in given.iter().zip(needed).enumerate() {
-            let (g, bound) = (g.to_f64(), n.abs() / 256.0 + scale / 128.0);
+            let (g, bound) = (g.to_f64(), bf16_unit(*n) + scale * share);
             let error = (g - n).abs();
             assert!(
                 error <= bound,

@@ -67,7 +67,7 @@ pub fn another_page_geometry_is_refused<D: SuiteDevice>(device: &D) {
     let mut stream = device.stream(&caller).unwrap();
     let world = World::new(device, Splits::Auto, Partial::Bf16);
     let mut replayed = Replayed::new(&mut stream, &world);
-    let step = Step { ..Step::new(&mut Rng(2)) };
+    let step = Step::new(&mut Rng(2));
     replayed.run(&mut stream, &world, (&step, true));
     let needed = replayed.given(&mut stream);
     let own = world.pools[0].geometry();

@@ -366,7 +366,9 @@ pub fn eager_and_replay_are_the_same_bits<D: SuiteDevice>(device: &D) {
 }
 
 /// Writes to slots, binding pools, eager calls and replays call the host's allocator not once.
-/// `calls` reads a counter of it; nothing else may run in the process meanwhile.
+/// `calls` reads a counter of the whole process, in which the thread that started the test may
+/// still be busy for a moment: so one of three rounds must be silent, and whatever a call itself
+/// allocates would be in all of them.
 pub fn nothing_is_allocated<D: SuiteDevice>(device: &D, calls: &dyn Fn() -> usize) {
     let caller = device.own_stream().unwrap();
     let mut stream = device.stream(&caller).unwrap();
@@ -378,13 +380,17 @@ pub fn nothing_is_allocated<D: SuiteDevice>(device: &D, calls: &dyn Fn() -> usiz
         let mut replayed = Replayed::new(&mut stream, &world);
         let mut given = Given::nothing();
         let obtained = device.keeper().counts().obtained;
-        let before = calls();
-        for (index, step) in steps.iter().enumerate() {
-            eager.run(&mut stream, &mut world, step);
-            replayed.run(&mut stream, &world, (step, index % 2 == 0));
-            replayed.read_into(&mut stream, &mut given);
+        let mut rounds = [0; 3];
+        for round in &mut rounds {
+            let before = calls();
+            for (index, step) in steps.iter().enumerate() {
+                eager.run(&mut stream, &mut world, step);
+                replayed.run(&mut stream, &world, (step, index % 2 == 0));
+                replayed.read_into(&mut stream, &mut given);
+            }
+            *round = calls() - before;
         }
-        assert_eq!(calls() - before, 0, "calls of the allocator with {splits:?}");
+        assert!(rounds.contains(&0), "calls of the allocator in rounds with {splits:?}: {rounds:?}");
         assert_eq!(device.keeper().counts().obtained, obtained);
     }
 }

@@ -1,6 +1,8 @@
-//! Two toy operations for tests of ownership, with all that a real one has: a cache behind a view, scratch in splits, probes.
+//! Two toy operations for tests of ownership, with all that a real one has: a cache behind a view,
+//! scratch in splits, probes.
 //!
-//! `scale` reads pages: `out[r] = factor * cache[page_table[r]]`. `sum` divides: `out[r] = sum x[r]`.
+//! `scale` reads pages: `out[r] = factor * cache[page_table[r]]`. `sum` divides: `out[r] = sum
+//! x[r]`.
 
 mod scale;
 mod sum;

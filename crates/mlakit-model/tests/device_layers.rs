@@ -1,0 +1,318 @@
+//! Attention layers and whole tiny models on the CPU device, against transformers' fp32 results.
+
+#[path = "suite/common.rs"]
+mod common;
+
+use half::bf16;
+use mlakit::op::merge::Partial;
+use mlakit::{Device, E4m3, RecordFormat, Splits};
+use mlakit_cpu::Cpu;
+use mlakit_model::decoder::{
+    Attention, Generator, GeneratorOptions, LayerInput, LayerOptions, Sampling, run_layer,
+};
+use mlakit_model::vectors::VectorConfig;
+use mlakit_model::{
+    AttentionConfig, AttentionReference, Checkpoint, Form, LatentCache, ModelFolder, Selection,
+    Sequence,
+};
+use mlakit_serve::CacheSpec;
+
+use common::{Bound, Expected, attention, close, vectors};
+
+const HIDDEN: usize = 64;
+const MODELS: [&str; 4] = ["deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "deepseek_v32"];
+const CHUNKS: [Option<usize>; 4] = [None, Some(1), Some(7), Some(64)];
+
+/// `models.md` 9.1: a BF16 kernel, whole layer, against the fp32 vectors.
+const LAYER: Bound = Bound { relative: 1.5e-2, absolute: 5e-2 };
+
+/// How the cache stores a token and how attention is divided, one after the other.
+const CACHES: [(Partial, Splits); 3] = [
+    (Partial::Bf16, Splits::Auto),
+    (Partial::Bf16, Splits::FixedTokens(64)),
+    (Partial::F32, Splits::Count(3)),
+];
+
+fn options(record: RecordFormat, (partial, splits): (Partial, Splits)) -> LayerOptions {
+    LayerOptions { cache: CacheSpec { record, page_size: 16, partial, splits }, chunk: None }
+}
+
+/// One layer of a tiny model and its expected values.
+struct Case {
+    name: String,
+    label: String,
+    config: AttentionConfig,
+    checkpoint: Checkpoint,
+    layer: usize,
+    expected: Expected,
+}
+
+fn cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for model in MODELS {
+        let description = VectorConfig::from_dir(&vectors(model)).unwrap();
+        for layer in 0..2 {
+            let label = format!("L{layer}");
+            cases.push(Case {
+                name: format!("{model} {label}"),
+                config: description.attention(&label).unwrap(),
+                checkpoint: Checkpoint::open(&vectors(model)).unwrap(),
+                layer,
+                expected: Expected::fp32(model),
+                label,
+            });
+        }
+    }
+    cases
+}
+
+impl Case {
+    fn tensor(&self, prefix: &str, suffix: &str) -> Vec<f64> {
+        self.expected.f64(&format!("{prefix}.{}.{suffix}", self.label))
+    }
+
+    fn hidden(&self, prefix: &str) -> Vec<f32> {
+        self.tensor(prefix, "attn_in").into_iter().map(|v| v as f32).collect()
+    }
+
+    /// The stored selection of the 300 rows of the prefill, where the layer is sparse.
+    fn topk(&self) -> Option<Vec<i32>> {
+        let name = format!("prefill.{}.topk", self.label);
+        self.expected.has(&name).then(|| self.expected.i32(&name))
+    }
+
+    /// Rows that see no more keys than the layer selects.
+    fn dense_rows(&self, rows: usize) -> usize {
+        rows.min(self.config.indexer.map_or(usize::MAX, |indexer| indexer.topk))
+    }
+
+    fn run(&self, input: &LayerInput, options: LayerOptions) -> Vec<f64> {
+        let weights = self.checkpoint.attention(self.layer, HIDDEN, &self.config).unwrap();
+        let device = Cpu::detect().unwrap();
+        let caller = device.own_stream().unwrap();
+        let mut stream = device.stream(&caller).unwrap();
+        let output = run_layer(&mut stream, (&self.config, &weights), input, options).unwrap();
+        output.attn_out.into_iter().map(f64::from).collect()
+    }
+}
+
+/// Prefill by extend and decode through the paged cache: whole, one row at a time, in pieces.
+#[test]
+fn prefill_in_chunks() {
+    for case in cases() {
+        let q_offsets = vec![0, 300];
+        let (hidden, topk) = (case.hidden("prefill"), case.topk());
+        let input = LayerInput { hidden, q_offsets, topk, ..LayerInput::default() };
+        let expected = case.tensor("prefill", "attn_out");
+        for cache in CACHES {
+            for chunk in CHUNKS {
+                let out = case.run(&input, LayerOptions { chunk, ..options_bf16(cache) });
+                let what = format!("{} prefill {cache:?} chunk {chunk:?}", case.name);
+                close(&what, &out, &expected, HIDDEN, LAYER);
+            }
+        }
+    }
+}
+
+fn options_bf16(cache: (Partial, Splits)) -> LayerOptions {
+    options(RecordFormat::Bf16, cache)
+}
+
+/// Rows 292 to 299 after 292 cached ones: at once, and one at a time.
+#[test]
+fn decode_through_the_paged_cache() {
+    for case in cases() {
+        let mut hidden = case.hidden("prefill");
+        hidden.truncate(292 * HIDDEN);
+        hidden.extend(case.hidden("decode"));
+        let (q_offsets, topk) = (vec![0, 300], case.topk());
+        let input = LayerInput { hidden, q_offsets, topk, ..LayerInput::default() };
+        let expected = case.tensor("decode", "attn_out");
+        for cache in CACHES {
+            for chunk in [Some(292), Some(1)] {
+                let out = case.run(&input, LayerOptions { chunk, ..options_bf16(cache) });
+                let what = format!("{} decode {cache:?} chunk {chunk:?}", case.name);
+                close(&what, &out[292 * HIDDEN..], &expected, HIDDEN, LAYER);
+            }
+        }
+    }
+}
+
+/// Several sequences side by side. The files hold no selection for them, so of sparse layers the rows
+/// count that see no more keys than are selected.
+#[test]
+fn packed_sequences_of_several_lengths() {
+    for case in cases() {
+        let (all, expected) = (case.hidden("varlen"), case.tensor("varlen", "attn_out"));
+        let (mut input, mut wanted) = (LayerInput::default(), Vec::new());
+        input.q_offsets.push(0);
+        for span in case.expected.i32("varlen.cu_seqlens").windows(2) {
+            let begin = span[0] as usize * HIDDEN;
+            let rows = case.dense_rows((span[1] - span[0]) as usize);
+            input.hidden.extend(&all[begin..begin + rows * HIDDEN]);
+            wanted.extend(&expected[begin..begin + rows * HIDDEN]);
+            input.q_offsets.push(input.q_offsets.last().unwrap() + rows as i32);
+        }
+        for cache in CACHES {
+            for chunk in CHUNKS {
+                let out = case.run(&input, LayerOptions { chunk, ..options_bf16(cache) });
+                let what = format!("{} varlen {cache:?} chunk {chunk:?}", case.name);
+                close(&what, &out, &wanted, HIDDEN, LAYER);
+            }
+        }
+    }
+}
+
+/// Rotary positions that begin at 5,000, in a cache that begins empty.
+#[test]
+fn positions_that_do_not_begin_at_zero() {
+    for case in cases() {
+        let first = case.expected.i32("offset.first_position")[0];
+        assert_eq!(first, 5000);
+        let rows = case.dense_rows(48);
+        let mut hidden = case.hidden("offset");
+        hidden.truncate(rows * HIDDEN);
+        let (q_offsets, first_position) = (vec![0, rows as i32], Some(vec![first]));
+        let input = LayerInput { hidden, q_offsets, first_position, topk: None };
+        let expected = &case.tensor("offset", "attn_out")[..rows * HIDDEN];
+        for chunk in CHUNKS {
+            let out = case.run(&input, LayerOptions { chunk, ..options_bf16(CACHES[0]) });
+            let what = format!("{} offset chunk {chunk:?}", case.name);
+            close(&what, &out, expected, HIDDEN, LAYER);
+        }
+    }
+}
+
+/// What an E4M3 cache of scale 1 holds of a number.
+fn stored(value: f64) -> f64 {
+    f64::from(E4m3::decode(E4m3::encode(bf16::from_f64(value).to_f32())))
+}
+
+/// The f64 layer over the dequantised cache, for row `row`. Every key lies one position further
+/// than its index, so that the row that `run` appends behind them stands where the last of them
+/// does; it is not among the selected keys.
+fn over_stored_cache(
+    layer: &AttentionReference,
+    cache: &LatentCache,
+    (row, hidden): (usize, &[f64]),
+    keys: &[i32],
+) -> Vec<f64> {
+    let (rank, rope) = (layer.config().kv_lora_rank, layer.config().qk_rope_head_dim);
+    let tokens = row + 1;
+    let mut seen = LatentCache {
+        latent: cache.latent[..tokens * rank].to_vec(),
+        rope_key: cache.rope_key[..tokens * rope].to_vec(),
+        len_tokens: tokens,
+    };
+    let mut sequence = [Sequence { rows: 1, first_position: 0, cache: &mut seen }];
+    let selection = Some(Selection { keys, width: keys.len() });
+    layer.run(hidden, &mut sequence, selection, Form::Absorbed).unwrap().hidden
+}
+
+/// An FP8 cache: the device's layer against the f64 layer on what the cache holds.
+#[test]
+fn e4m3_caches_against_the_dequantised_cache() {
+    for case in cases() {
+        let (hidden, topk) = (case.hidden("prefill"), case.topk());
+        let wide: Vec<f64> = hidden.iter().copied().map(f64::from).collect();
+        let layer = attention(&case.checkpoint, &case.config, case.layer, HIDDEN);
+        let mut cache = LatentCache::default();
+        let mut sequence = Sequence { rows: 300, first_position: 1, cache: &mut cache };
+        layer.fill(&wide, &mut sequence).unwrap();
+        let exact = cache.clone();
+        let numbers = cache.latent.iter_mut().chain(&mut cache.rope_key);
+        numbers.for_each(|value| *value = stored(*value));
+        assert!(cache != exact, "the cache was rounded");
+
+        let rows: Vec<usize> = (0..300).step_by(13).chain(290..300).collect();
+        let mut wanted = Vec::new();
+        for &row in &rows {
+            let keys: Vec<i32> = match &topk {
+                Some(topk) => topk[row * topk.len() / 300..(row + 1) * topk.len() / 300].to_vec(),
+                None => (0..=row as i32).collect(),
+            };
+            let x = &wide[row * HIDDEN..(row + 1) * HIDDEN];
+            wanted.extend(over_stored_cache(&layer, &cache, (row, x), &keys));
+        }
+        let (q_offsets, first_position) = (vec![0, 300], Some(vec![1]));
+        let input = LayerInput { hidden, q_offsets, first_position, topk };
+        for cache in CACHES {
+            for chunk in [None, Some(7)] {
+                let options = LayerOptions { chunk, ..options(RecordFormat::E4m3, cache) };
+                let out = case.run(&input, options);
+                let given: Vec<f64> =
+                    rows.iter().flat_map(|row| &out[row * HIDDEN..][..HIDDEN]).copied().collect();
+                let what = format!("{} e4m3 {cache:?} chunk {chunk:?}", case.name);
+                close(&what, &given, &wanted, HIDDEN, LAYER);
+            }
+        }
+    }
+}
+
+/// Sixteen heads of DeepSeek-V3's real widths over 1,100 tokens.
+#[test]
+fn a_layer_of_real_widths() {
+    let name = "full_v3_h16";
+    let folder = ModelFolder::open(&vectors(name)).unwrap();
+    let (shape, input) = VectorConfig::from_dir(&vectors(name)).unwrap().input().unwrap();
+    let (rows, hidden) = (shape[0], shape[1]);
+    let config = &folder.config.layers[0].attention;
+    let weights = folder.checkpoint.attention(0, hidden, config).unwrap();
+    let expected = Expected::fp32(name);
+    let begin = expected.i32("rows")[0] as usize;
+    let wanted = expected.f64("out");
+    let input = LayerInput {
+        hidden: input.into_iter().map(bf16::to_f32).collect(),
+        q_offsets: vec![0, rows as i32],
+        ..LayerInput::default()
+    };
+    let device = Cpu::detect().unwrap();
+    let caller = device.own_stream().unwrap();
+    let mut stream = device.stream(&caller).unwrap();
+    for (chunk, cache) in [(None, CACHES[0]), (Some(64), CACHES[2])] {
+        let options = LayerOptions { chunk, ..options_bf16(cache) };
+        let out = run_layer(&mut stream, (config, &weights), &input, options).unwrap();
+        let out: Vec<f64> = out.attn_out[begin * hidden..].iter().map(|v| f64::from(*v)).collect();
+        let bound = Bound { absolute: 1.0, ..LAYER };
+        close(&format!("{name} {cache:?} chunk {chunk:?}"), &out, &wanted, hidden, bound);
+    }
+}
+
+/// Logits of the BF16 path err by less than this, so a larger margin decides the greedy id.
+const MARGIN: f64 = 0.02;
+
+/// Whole tiny models, greedily: the ids of transformers, as long as margins decide them.
+#[test]
+fn greedy_ids_of_whole_models() {
+    for name in ["deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "glm4_moe_lite"] {
+        let folder = ModelFolder::open(&vectors(name)).unwrap();
+        let expected = Expected::fp32(name);
+        let prompt = expected.ids("greedy.input_ids");
+        let (needed, margins) = (expected.ids("greedy.new_ids"), expected.f64("greedy.margin"));
+        let decided = margins.iter().take_while(|margin| **margin > MARGIN).count();
+        for (partial, splits) in CACHES {
+            let options = GeneratorOptions {
+                cache: options_bf16((partial, splits)).cache,
+                attention: Attention::Auto,
+                batch: 1,
+                max_tokens: prompt.len() + needed.len(),
+                prompt_rows: 32,
+                prompt_logits: false,
+            };
+            let device = Cpu::detect().unwrap();
+            let caller = device.own_stream().unwrap();
+            let mut stream = device.stream(&caller).unwrap();
+            let pair = (&folder.config, &folder.checkpoint);
+            let mut generator = Generator::new(&mut stream, pair, options).unwrap();
+            let wanted = (needed.len(), Sampling::default());
+            let prompts = std::slice::from_ref(&prompt);
+            let made = generator.generate(&mut stream, prompts, wanted, &mut |_, _| Ok(()));
+            let ids = made.unwrap().ids.remove(0);
+            let agree = ids.iter().zip(&needed).take_while(|(given, needed)| given == needed);
+            let agree = agree.count();
+            println!("{name} {partial:?} {splits:?}: {agree} of {} ids, {decided} decided by more \
+                      than {MARGIN}; margins {margins:.3?}", needed.len());
+            assert!(agree >= decided, "{name}: given {ids:?}, needed {needed:?}");
+        }
+    }
+}
