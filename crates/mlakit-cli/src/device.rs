@@ -106,7 +106,7 @@ fn isa(args: &DeviceArgs, environment: &Environment) -> Result<(Isa, String), Fa
     match (&args.isa, &environment.isa) {
         (Some(name), _) => parse(name, "--isa"),
         (None, Some(name)) => parse(&name.to_string_lossy(), ISA_VARIABLE),
-        (None, None) => Ok((Isa::detect(), "the best that this processor has".into())),
+        (None, None) => Ok((Isa::detect(), "the fastest that this processor has".into())),
     }
 }
 

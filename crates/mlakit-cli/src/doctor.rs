@@ -113,11 +113,12 @@ pub fn command(
     }
     let (facts, used) = device::choose(&args.device, environment)?;
     let features = machine::features();
+    let using = Use { isa: facts.isa, because: &used.isa_because, fastest: Isa::detect() };
     let set = |isa: Isa| InstructionSet {
         name: isa.name(),
         available: isa.is_available(),
         used: isa == facts.isa && isa.is_available(),
-        because: because(isa, (facts.isa, &used.isa_because), &features),
+        because: because(isa, &using, &features),
     };
     Ok(Found {
         version: env!("CARGO_PKG_VERSION"),
@@ -149,15 +150,22 @@ fn missing(isa: Isa, features: &[Feature]) -> Vec<&'static str> {
     needs(isa).iter().filter(|name| !has(name)).copied().collect()
 }
 
-fn because(isa: Isa, (used, why): (Isa, &str), features: &[Feature]) -> String {
+/// What is used, why, and what would be if nothing were asked for.
+struct Use<'u> {
+    isa: Isa,
+    because: &'u str,
+    fastest: Isa,
+}
+
+fn because(isa: Isa, used: &Use<'_>, features: &[Feature]) -> String {
     let missing = missing(isa, features);
     if !missing.is_empty() {
         return format!("the processor lacks {}", missing.join(", "));
     }
-    match isa.cmp(&used) {
-        std::cmp::Ordering::Equal => why.to_owned(),
-        std::cmp::Ordering::Less => format!("{used} is faster"),
-        std::cmp::Ordering::Greater => format!("{used} was asked for"),
+    match used.isa {
+        same if same == isa => used.because.to_owned(),
+        fastest if fastest == used.fastest => format!("{fastest} is faster here"),
+        asked => format!("{asked} was asked for"),
     }
 }
 
@@ -195,9 +203,12 @@ mod tests {
         for isa in Isa::ALL {
             assert_eq!(missing(isa, &features).is_empty(), isa.is_available(), "{isa}");
         }
-        let none = because(Isa::Avx512, (Isa::Scalar, ""), &[]);
-        assert!(none.starts_with("the processor lacks avx2, fma, avx512f"), "{none}");
-        assert_eq!(because(Isa::Scalar, (Isa::Avx2, ""), &features), "avx2 is faster");
-        assert_eq!(because(Isa::Scalar, (Isa::Scalar, "why"), &features), "why");
+        let using = |isa| Use { isa, because: "why", fastest: Isa::Avx512 };
+        let lacks = because(Isa::Avx512, &using(Isa::Scalar), &[]);
+        assert!(lacks.starts_with("the processor lacks avx2, fma, avx512f"), "{lacks}");
+        let scalar = |used| because(Isa::Scalar, &using(used), &features);
+        assert_eq!(scalar(Isa::Avx512), "avx512 is faster here");
+        assert_eq!(scalar(Isa::Avx512Bf16), "avx512bf16 was asked for");
+        assert_eq!(scalar(Isa::Scalar), "why");
     }
 }

@@ -307,7 +307,7 @@ pub struct Cache<'a, D> {
     view: Use,
     geometry: PageGeometry,
     pool: Pool,
-    borrow: PhantomData<(&'a (), fn() -> D)>,
+    borrow: PhantomData<(&'a (), D)>,
 }
 
 /// The cache operand of an operation that writes.

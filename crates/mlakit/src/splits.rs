@@ -158,7 +158,7 @@ mod tests {
                             continue;
                         }
                         assert_eq!(range.start, next, "{splits:?} {window:?} {keys:?}");
-                        assert!(range.start == keys.start || range.start % BLOCK == 0);
+                        assert!(range.start == keys.start || range.start.is_multiple_of(BLOCK));
                         next = range.end;
                     }
                     assert_eq!(next, keys.end, "{splits:?} {window:?} {keys:?}");

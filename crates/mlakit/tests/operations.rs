@@ -156,7 +156,7 @@ impl Inputs {
     }
 
     /// What the step must give, and what it leaves in the pages.
-    fn expect<D: Runs<Dense>>(&self, plan: &Plan<Dense>, pages: &mut [u8]) -> Vec<bf16> {
+    fn expect(&self, plan: &Plan<Dense>, pages: &mut [u8]) -> Vec<bf16> {
         let case = op::writer::WriterCase {
             latent: &self.latent,
             rope: &self.rope,
@@ -283,7 +283,7 @@ fn a_captured_decode_step_runs_late_and_changes_pools() {
                 graph.bind(&mut stream, keys.view, &other).unwrap();
                 pool = other; // the old one goes, with its replay in flight
             }
-            let needed = inputs.expect::<Late>(plan, &mut pages);
+            let needed = inputs.expect(plan, &mut pages);
             if step % 3 == 2 {
                 stream.wait().unwrap();
                 assert_eq!(graph.read(keys.out).unwrap(), needed, "step {step}");
@@ -332,7 +332,7 @@ fn eager(
     pool.release();
     assert_eq!(out.read().err(), Some(Error::InFlight { what: "operand".into() }));
     stream.wait().unwrap();
-    assert_eq!(out.read().unwrap(), inputs.expect::<Late>(layer.dense.plan(), pages));
+    assert_eq!(out.read().unwrap(), inputs.expect(layer.dense.plan(), pages));
 }
 
 /// A graph that writes its pool conflicts with whatever reads that pool on another stream; graphs

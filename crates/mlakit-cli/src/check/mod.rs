@@ -18,10 +18,13 @@ pub mod random;
 
 use list::Named;
 
-/// The bound of outputs: RMS of the error of a row over RMS of the row, against f64 before any
-/// rounding. Probabilities that are rounded to BF16 cost about 1e-3, and so does rounding a partial
-/// result, and rounding an output (docs/numerics.md); of a narrow row each may come to 2e-3.
+/// The bound of an output as a whole: RMS of the error over RMS of what f64 says before any
+/// rounding. Probabilities that are rounded to BF16 cost 1e-3 to 2e-3, and so does rounding a
+/// partial result, and rounding an output (docs/numerics.md).
 pub const OUTPUT_BOUND: f64 = 4e-3;
+/// The same of each row. A row may consist of one probability and one number, whose roundings to
+/// BF16 are at most 2^-8 each; a partial result is a third one.
+pub const ROW_BOUND: f64 = 3.0 / 256.0;
 /// The bound of a log-sum-exp, relative to the larger of it and 1. Scores are sums of several
 /// hundred f32 products.
 pub const LSE_BOUND: f64 = 1e-4;
@@ -32,11 +35,8 @@ pub struct Line {
     operation: &'static str,
     name: String,
     kernel: &'static str,
-    /// The largest error of all outputs, as a share of its bound: above 1 fails.
+    /// The largest error of all, as a share of its bound: above 1 fails.
     error_of_bound: f64,
-    /// Of the output with that share.
-    max_rel_error: f64,
-    bound: f64,
     /// Of each output.
     outputs: Vec<OutputError>,
     ok: bool,
@@ -45,12 +45,19 @@ pub struct Line {
     failure: Option<String>,
 }
 
-/// The largest error of one output.
+/// The errors of one output.
 #[derive(Clone, Debug, Serialize)]
 struct OutputError {
     name: &'static str,
-    max_rel_error: f64,
+    /// As a whole.
+    rel_error: f64,
     bound: f64,
+    /// Of the worst row.
+    max_rel_error: f64,
+    row_bound: f64,
+    /// The worst element of the worst row.
+    #[serde(skip)]
+    text: String,
 }
 
 /// Every case, and the verdict.
@@ -72,17 +79,22 @@ impl Checked {
 impl Report for Checked {
     fn lines(&self) -> Vec<String> {
         let rows = self.cases.iter().map(|line| {
+            let worst = line.outputs.iter().max_by(|a, b| a.share().total_cmp(&b.share()));
+            let number = |value: Option<f64>| value.map_or("-".into(), |v| format!("{v:.1e}"));
             vec![
                 line.operation.to_owned(),
                 line.name.clone(),
                 line.kernel.to_owned(),
-                format!("{:.1e}", line.max_rel_error),
-                format!("{:.1e}", line.bound),
+                number(worst.map(|worst| worst.rel_error)),
+                number(worst.map(|worst| worst.bound)),
+                number(worst.map(|worst| worst.max_rel_error)),
+                number(worst.map(|worst| worst.row_bound)),
                 if line.ok { "ok" } else { "FAILED" }.to_owned(),
             ]
         });
-        let header = ["operation", "case", "kernel", "max rel error", "bound", ""];
-        let mut lines = vec![report::table(&header, &[3, 4], rows.collect())];
+        let header =
+            ["operation", "case", "kernel", "rel error", "bound", "worst row", "bound", ""];
+        let mut lines = vec![report::table(&header, &[3, 4, 5, 6], rows.collect())];
         for line in &self.cases {
             if let Some(failure) = &line.failure {
                 lines.push(format!("{} {}: {failure}", line.operation, line.name));
@@ -125,8 +137,6 @@ fn compare_case(case: &Named, seed: u64, device: &AnyDevice) -> Result<Line, Fai
         name: case.name.clone(),
         kernel: "",
         error_of_bound: f64::INFINITY,
-        max_rel_error: f64::INFINITY,
-        bound: 0.0,
         outputs: Vec::new(),
         ok: false,
         failure: None,
@@ -143,21 +153,16 @@ fn compare_case(case: &Named, seed: u64, device: &AnyDevice) -> Result<Line, Fai
 
 impl Line {
     fn judge(&mut self, needed: &Exact, given: &Outcome) {
-        self.error_of_bound = -1.0;
+        self.error_of_bound = 0.0;
         for ((Expected { name, .. }, needed), (_, given)) in
             needed.outputs.iter().zip(&given.outputs)
         {
-            let worst = Worst::of(name, needed, given);
-            let (max_rel_error, bound) = (worst.error, worst.bound);
-            self.outputs.push(OutputError { name, max_rel_error, bound });
-            let share = if worst.error == 0.0 { 0.0 } else { worst.error / worst.bound };
-            if share > 1.0 && self.failure.is_none() {
-                self.failure = Some(worst.text);
+            let error = OutputError::of(name, needed, given);
+            if error.share() > 1.0 && self.failure.is_none() {
+                self.failure = Some(error.text.clone());
             }
-            if share > self.error_of_bound {
-                self.error_of_bound = share;
-                (self.max_rel_error, self.bound) = (worst.error, worst.bound);
-            }
+            self.error_of_bound = self.error_of_bound.max(error.share());
+            self.outputs.push(error);
         }
         if needed.faults != given.faults {
             let text = format!("faults: needed {:?}, given {:?}", needed.faults, given.faults);
@@ -167,19 +172,12 @@ impl Line {
     }
 }
 
-/// The largest error of one output.
-struct Worst {
-    error: f64,
-    bound: f64,
-    text: String,
-}
-
-impl Worst {
-    fn of(name: &str, needed: &Values, given: &Tensor<'_>) -> Self {
-        let (bound, width) = match name {
-            "lse" => (LSE_BOUND, 1),
-            "cache" => (0.0, 1),
-            _ => (OUTPUT_BOUND, given.shape.last().copied().unwrap_or(1).max(1)),
+impl OutputError {
+    fn of(name: &'static str, needed: &Values, given: &Tensor<'_>) -> Self {
+        let (bound, row_bound, width) = match name {
+            "lse" => (LSE_BOUND, LSE_BOUND, 1),
+            "cache" => (0.0, 0.0, 1),
+            _ => (OUTPUT_BOUND, ROW_BOUND, given.shape.last().copied().unwrap_or(1).max(1)),
         };
         let n: Vec<f64> = match needed {
             Values::Numbers(numbers) => numbers.clone(),
@@ -190,24 +188,33 @@ impl Worst {
             FileDtype::F32 => given.values::<f32>().iter().map(|v| f64::from(*v)).collect(),
             _ => given.bytes.iter().map(|byte| f64::from(*byte)).collect(),
         };
-        let mut worst = Self { error: 0.0, bound, text: String::new() };
+        let (rel_error, max_rel_error, text) = (0.0, 0.0, String::new());
+        let mut errors = Self { name, rel_error, bound, max_rel_error, row_bound, text };
         if n.len() != g.len() {
-            let text = format!("{name}: needed {} elements, given {}", n.len(), g.len());
-            return Self { error: f64::INFINITY, bound, text };
+            errors.max_rel_error = f64::INFINITY;
+            errors.text = format!("{name}: needed {} elements, given {}", n.len(), g.len());
+            return errors;
         }
         for (row, (n, g)) in n.chunks(width).zip(g.chunks(width)).enumerate() {
             let error = if name == "lse" { relative(n[0], g[0]) } else { row_error(n, g) };
-            if error > worst.error {
+            if error > errors.max_rel_error {
+                errors.max_rel_error = error;
                 let far = |i: &usize| (n[*i] - g[*i]).abs();
                 let at = (0..n.len()).max_by(|a, b| far(a).total_cmp(&far(b))).unwrap_or(0);
                 let place = compare::coordinate(row * width + at, &given.shape);
                 let values = format!("needed {}, given {}", n[at], g[at]);
-                let verdict = format!("the error {error:.2e} is above {bound:.2e}");
-                worst.text = format!("{name} at {place:?}: {values}; {verdict}");
-                worst.error = error;
+                errors.text =
+                    format!("{name} at {place:?}: {values}; error of the row {error:.2e}");
             }
         }
-        worst
+        errors.rel_error = if name == "lse" { errors.max_rel_error } else { row_error(&n, &g) };
+        errors
+    }
+
+    /// The larger error as a share of its bound.
+    fn share(&self) -> f64 {
+        let share = |error: f64, bound: f64| if error == 0.0 { 0.0 } else { error / bound };
+        share(self.rel_error, self.bound).max(share(self.max_rel_error, self.row_bound))
     }
 }
 
@@ -245,24 +252,30 @@ mod tests {
     fn one_wrong_row_is_found_among_right_ones() {
         let needed = Values::Numbers(vec![1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
         let right = out(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 2);
-        assert_eq!(Worst::of("out", &needed, &right).error, 0.0);
-        let worst = Worst::of("out", &needed, &out(&[1.0, 2.0, 3.0, 4.5, 5.0, 6.0], 2));
-        assert!((worst.error - 0.1).abs() < 1e-9, "{}", worst.error);
-        assert!(worst.text.starts_with("out at [1, 1]: needed 4, given 4.5"), "{}", worst.text);
+        assert_eq!(OutputError::of("out", &needed, &right).share(), 0.0);
+        let wrong = out(&[1.0, 2.0, 3.0, 4.5, 5.0, 6.0], 2);
+        let wrong = OutputError::of("out", &needed, &wrong);
+        assert!((wrong.max_rel_error - 0.1).abs() < 1e-9, "{}", wrong.max_rel_error);
+        assert!((wrong.rel_error - 0.5 / 91f64.sqrt()).abs() < 1e-9, "{}", wrong.rel_error);
+        assert!(wrong.text.starts_with("out at [1, 1]: needed 4, given 4.5"), "{}", wrong.text);
         // A byte is right or wrong.
         let bytes = Tensor::new(Dtype::U8, vec![1, 2], &[7u8, 9]);
-        assert_eq!(Worst::of("cache", &Values::Bytes(vec![7, 9]), &bytes).error, 0.0);
-        let worst = Worst::of("cache", &Values::Bytes(vec![7, 8]), &bytes);
-        assert!(worst.error > worst.bound && worst.text.starts_with("cache at [0, 1]"));
+        let of = |needed| OutputError::of("cache", &Values::Bytes(needed), &bytes);
+        assert_eq!(of(vec![7, 9]).share(), 0.0);
+        let wrong = of(vec![7, 8]);
+        assert!(wrong.share() > 1.0 && wrong.text.starts_with("cache at [0, 1]"));
     }
 
     #[test]
     fn nothing_hides_behind_nan_or_zero() {
+        let share = |needed: &Values, given: &[f32], width| {
+            OutputError::of("out", needed, &out(given, width)).share()
+        };
         let zero = Values::Numbers(vec![0.0, 0.0]);
-        assert_eq!(Worst::of("out", &zero, &out(&[0.0, 1e-20], 2)).error, f64::INFINITY);
+        assert_eq!(share(&zero, &[0.0, 1e-20], 2), f64::INFINITY);
         let one = Values::Numbers(vec![1.0, 1.0]);
-        assert_eq!(Worst::of("out", &one, &out(&[1.0, f32::NAN], 2)).error, f64::INFINITY);
-        assert_eq!(Worst::of("out", &one, &out(&[1.0], 1)).error, f64::INFINITY);
+        assert_eq!(share(&one, &[1.0, f32::NAN], 2), f64::INFINITY);
+        assert_eq!(share(&one, &[1.0], 1), f64::INFINITY);
         assert_eq!(relative(f64::NEG_INFINITY, f64::NEG_INFINITY), 0.0);
         assert_eq!(relative(f64::NEG_INFINITY, 3.0), f64::INFINITY);
         assert_eq!(relative(0.0, f64::NAN), f64::INFINITY);

@@ -112,7 +112,7 @@ impl<T> Shared<T> {
 }
 
 /// Work, in multiply-adds, below which waking another thread costs more than it brings.
-const WORTH_A_THREAD: usize = 1 << 15;
+const WORTH_A_THREAD: usize = 1 << 14;
 
 /// Divides `count` units of `cost` multiply-adds each among threads, in ranges that begin at multiples of `grain`.
 fn divide(pool: &Pool, (count, grain): (usize, usize), cost: usize, run: &(dyn Fn(Range<usize>) + Sync)) {

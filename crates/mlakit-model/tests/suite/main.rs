@@ -3,6 +3,7 @@
 mod checkpoint;
 mod common;
 mod config;
+mod device_layers;
 mod full_layers;
 mod fuzz;
 mod layers;

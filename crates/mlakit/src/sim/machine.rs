@@ -168,6 +168,7 @@ impl Launch {
 /// A recorded sequence.
 pub struct Recorded(pub(super) Vec<Launch>);
 
+#[expect(clippy::large_enum_variant, reason = "enqueuing must not allocate, so nothing is boxed")]
 pub(super) enum Job {
     Launch(Launch),
     Graph(Arc<Recorded>),

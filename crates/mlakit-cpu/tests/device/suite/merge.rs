@@ -48,7 +48,8 @@ fn run<D: SuiteDevice>(device: &D, parts: &Parts) -> (Vec<bf16>, Vec<f32>) {
     let mut stream = device.stream(&caller).unwrap();
     let results = parts.rows * spec.heads;
     let narrow: Vec<bf16> = parts.outs.iter().map(|v| bf16::from_f32(*v)).collect();
-    let (wide, narrow) = (tensor::<f32, D>(device, &parts.outs), tensor::<bf16, D>(device, &narrow));
+    let (wide, narrow) =
+        (tensor::<f32, D>(device, &parts.outs), tensor::<bf16, D>(device, &narrow));
     let natural = tensor::<Lse<Natural>, D>(device, &parts.lses);
     let base2 = tensor::<Lse<Base2>, D>(device, &parts.lses);
     let sink = tensor::<f32, D>(device, &parts.sink);

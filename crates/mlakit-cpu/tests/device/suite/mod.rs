@@ -7,6 +7,7 @@ pub mod dense_inputs;
 pub mod dense_run;
 pub mod exact;
 pub mod invariance;
+pub mod linear;
 pub mod merge;
 pub mod owners;
 pub mod partials;
@@ -85,6 +86,9 @@ macro_rules! device_suite {
             two_equal_scores_give_the_mean = exact::two_equal_scores_give_the_mean,
             fixed_splits_know_no_company = invariance::fixed_splits_know_no_company,
             a_call_repeats_itself = invariance::a_call_repeats_itself,
+            linear_agrees_with_the_oracle = linear::agrees_with_the_oracle,
+            linear_rows_know_no_company = linear::rows_know_no_company,
+            projections_agree_and_know_no_company = linear::projections_agree_and_know_no_company,
             merge_agrees_with_the_oracle = merge::agrees_with_the_oracle,
             what_weighs_nothing_changes_no_bit = merge::what_weighs_nothing_changes_no_bit,
             the_partial_dtype_changes_one_region = partials::the_dtype_changes_one_region,

@@ -6,8 +6,8 @@ use mlakit::op::dense::{Dense, DenseArgs, DenseSpec, QueryInput};
 use mlakit::op::merge::{LseOutput, Partial};
 use mlakit::op::writer::{Writer, WriterArgs, WriterFields, WriterSpec};
 use mlakit::{
-    Buffer, Category, Counts, Graph, Key, Lane, Lse, Natural, Pages, Plan, PoolView,
-    Prepared, RecordFormat, Slots, Splits, Stream, ViewKey,
+    Buffer, Category, Counts, Graph, Key, Lane, Lse, Natural, Pages, Plan, PoolView, Prepared,
+    RecordFormat, Slots, Splits, Stream, ViewKey,
 };
 
 use super::SuiteDevice;
@@ -99,7 +99,8 @@ impl<D: SuiteDevice> World<D> {
             rope_width: ROPE,
             max_rows: ROWS,
         };
-        let plan = Plan::<Writer>::for_device::<D>(&WriterSpec::new(fields).unwrap(), device.facts());
+        let plan =
+            Plan::<Writer>::for_device::<D>(&WriterSpec::new(fields).unwrap(), device.facts());
         let writer = plan.unwrap().prepare(device).unwrap();
         let bytes = [dense.plan().scratch_bytes(), writer.plan().scratch_bytes()];
         let pools = [0, 1].map(|index| {
@@ -390,7 +391,10 @@ pub fn nothing_is_allocated<D: SuiteDevice>(device: &D, calls: &dyn Fn() -> usiz
             }
             *round = calls() - before;
         }
-        assert!(rounds.contains(&0), "calls of the allocator in rounds with {splits:?}: {rounds:?}");
+        assert!(
+            rounds.contains(&0),
+            "calls of the allocator in rounds with {splits:?}: {rounds:?}"
+        );
         assert_eq!(device.keeper().counts().obtained, obtained);
     }
 }

@@ -3,8 +3,7 @@
 use half::bf16;
 use mlakit::op::writer::{Writer, WriterArgs, WriterCase, WriterFields, WriterSpec, oracle};
 use mlakit::{
-    Buffer, Graph, Key, Lane, Pages, Plan, PoolView, Prepared, RecordFormat, Slots, Stream,
-    ViewKey,
+    Buffer, Graph, Key, Lane, Pages, Plan, PoolView, Prepared, RecordFormat, Slots, Stream, ViewKey,
 };
 
 use super::SuiteDevice;
@@ -71,8 +70,7 @@ impl Step {
         };
         let (latent, rope) = (values(shape.rows * shape.latent), values(shape.rows * shape.rope));
         let end = (PAGES * shape.page_size) as i64;
-        let mut slots: Vec<i64> =
-            (0..shape.rows).map(|_| rng.below(end as usize) as i64).collect();
+        let mut slots: Vec<i64> = (0..shape.rows).map(|_| rng.below(end as usize) as i64).collect();
         for slot in &mut slots {
             if rng.chance(5) {
                 *slot = rng.pick(&[-1, -2, i64::MIN, end, end + 1, i64::MAX, 1 << 33]);
