@@ -36,12 +36,7 @@ impl<D: Device> AbsorbedProjection<D> {
     ///
     /// # Errors
     /// Another number of elements, or no memory.
-    pub fn new(
-        device: &D,
-        owner: &str,
-        widths: Widths,
-        kv_b_proj: &[bf16],
-    ) -> Result<Self, Error> {
+    pub fn new(device: &D, owner: &str, widths: Widths, kv_b_proj: &[bf16]) -> Result<Self, Error> {
         let (query, value) = split(widths, kv_b_proj)?;
         let kind = |part: &str| (Category::Weights, Name::from(format!("{owner} {part}")));
         Ok(Self {

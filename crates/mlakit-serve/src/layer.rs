@@ -231,8 +231,7 @@ impl<D: MlaDevice> MlaLayer<D> {
         let (heads, hidden) = (spec.heads, spec.hidden);
         let query_in = spec.query_rank.unwrap_or(hidden);
         let query_width = heads * (spec.nope + spec.rope);
-        let (down_bias, output_bias) =
-            (weights.down_bias.is_some(), weights.output_bias.is_some());
+        let (down_bias, output_bias) = (weights.down_bias.is_some(), weights.output_bias.is_some());
         Ok(Self {
             down: ops.linear((hidden, spec.down_width()), (Float::F32, Float::F32), down_bias)?,
             query_norm: spec

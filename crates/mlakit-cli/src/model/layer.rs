@@ -78,9 +78,9 @@ pub fn command(args: &LayerArgs, environment: &Environment) -> Result<LayerRepor
     let (output, computed_by) = match args.precision {
         Precision::F64 => (run_layer_f64(pair, &input, args.chunk)?, "f64 oracle".to_owned()),
         Precision::Bf16 => match device::open(&args.device, environment)? {
-            AnyDevice::Cpu(device) => (on_device(&device, pair, &input, args)?, {
-                device.facts().to_string()
-            }),
+            AnyDevice::Cpu(device) => {
+                (on_device(&device, pair, &input, args)?, { device.facts().to_string() })
+            }
         },
     };
     let shape = vec![input.rows(), hidden];

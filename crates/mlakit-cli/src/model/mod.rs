@@ -94,9 +94,8 @@ fn kind_of(owner: &str) -> String {
 
 /// The ledger as a table, and the sum of what is live.
 fn ledger_lines(ledger: &[Owned]) -> Vec<String> {
-    let row = |line: &Owned| {
-        vec![line.category.clone(), line.owner.clone(), report::bytes(line.bytes)]
-    };
+    let row =
+        |line: &Owned| vec![line.category.clone(), line.owner.clone(), report::bytes(line.bytes)];
     let total: usize = ledger.iter().map(|line| line.bytes).sum();
     vec![
         report::table(&["category", "owner", "bytes"], &[2], ledger.iter().map(row).collect()),

@@ -50,7 +50,10 @@ pub fn command(
 ) -> Result<RunReport, Failure> {
     let prompts: Vec<String> = args.prompts.iter().chain(&args.more_prompts).cloned().collect();
     if prompts.is_empty() {
-        return Err(Failure::input("no prompt: needed at least one text", "mlakit run \"MACBETH.\""));
+        return Err(Failure::input(
+            "no prompt: needed at least one text",
+            "mlakit run \"MACBETH.\"",
+        ));
     }
     let model = open(args.model.as_deref())?;
     let tokenizer = model.tokenizer.as_ref().ok_or_else(|| {
@@ -101,7 +104,9 @@ impl Job<'_> {
             &mut |sequence, id| printer.push(sequence, id),
         );
         let made = match made {
-            Err(_) if printer.failure.is_some() => return Err(printer.failure.take().expect("seen")),
+            Err(_) if printer.failure.is_some() => {
+                return Err(printer.failure.take().expect("seen"));
+            }
             made => made?,
         };
         let texts = printer.finish()?;
@@ -230,7 +235,10 @@ impl Report for RunReport {
         ));
         lines.extend(ledger_lines(&self.ledger));
         if !self.streamed {
-            lines.splice(0..0, self.texts.iter().map(|text| format!("{}{}", text.prompt, text.text)));
+            lines.splice(
+                0..0,
+                self.texts.iter().map(|text| format!("{}{}", text.prompt, text.text)),
+            );
         }
         lines
     }

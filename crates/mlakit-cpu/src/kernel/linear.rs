@@ -112,11 +112,7 @@ pub fn pack_row(from: &[f32], to: &mut [f32], lanes: usize) {
 /// # Safety
 /// As [`linear`].
 #[inline(always)]
-unsafe fn all_rows<E: Engine, const PACKED: bool>(
-    e: E,
-    call: &LinearCall<'_>,
-    outs: Range<usize>,
-) {
+unsafe fn all_rows<E: Engine, const PACKED: bool>(e: E, call: &LinearCall<'_>, outs: Range<usize>) {
     let mut done = 0;
     while done < call.rows {
         let mut group = Group { rows: [0; ROW_BLOCK], count: 0, expert: 0 };
@@ -232,7 +228,12 @@ impl Group {
     /// # Safety
     /// As [`linear`].
     #[inline(always)]
-    unsafe fn compute<E: Engine, const PACKED: bool>(&self, e: E, call: &LinearCall<'_>, outs: Range<usize>) {
+    unsafe fn compute<E: Engine, const PACKED: bool>(
+        &self,
+        e: E,
+        call: &LinearCall<'_>,
+        outs: Range<usize>,
+    ) {
         let matrix = self.expert * call.out_features * call.in_features;
         let mut out = outs.start;
         while out < outs.end {
@@ -242,7 +243,9 @@ impl Group {
                 let w = call.w.add(matrix + out * call.in_features);
                 // The sums of a tile are as many as its rows may be: a decode step has few, and must not clear and copy those of many.
                 match self.count {
-                    1 if left >= 2 * OUTS => self.tile::<E, PACKED, { 2 * OUTS }, 1>(e, call, out, w),
+                    1 if left >= 2 * OUTS => {
+                        self.tile::<E, PACKED, { 2 * OUTS }, 1>(e, call, out, w)
+                    }
                     1 | 2 if left >= OUTS => self.tile::<E, PACKED, OUTS, 2>(e, call, out, w),
                     1 | 2 => self.tile::<E, PACKED, 1, 2>(e, call, out, w),
                     _ if left >= OUTS => self.tile::<E, PACKED, OUTS, ROW_BLOCK>(e, call, out, w),

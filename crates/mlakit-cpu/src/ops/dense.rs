@@ -13,7 +13,7 @@ use super::merge::{self, Shape as MergeShape};
 use super::{Shared, fault, read, scale, view_words, write};
 use crate::device::{Cpu, Facts, Queue};
 use crate::kernel::{
-    self, Counted, DenseCall, DenseItem, Geometry, KeyCache, KeyFormat, Kernels, OutFormat, Output,
+    self, Counted, DenseCall, DenseItem, Geometry, Kernels, KeyCache, KeyFormat, OutFormat, Output,
     Queries, QueryFormat,
 };
 use crate::pool::Pool;
@@ -64,9 +64,8 @@ fn shape(facts: &Facts, spec: &DenseSpec, splits: usize) -> Option<(usize, usize
     } else {
         1
     };
-    let bytes = kernels.map_or(0, |k| {
-        k.dense_scratch_bytes(geometry(spec), key_format(spec), rows, spec.heads)
-    });
+    let bytes = kernels
+        .map_or(0, |k| k.dense_scratch_bytes(geometry(spec), key_format(spec), rows, spec.heads));
     let groups = spec.max_rows.div_ceil(rows).checked_add(spec.max_batch)?;
     let items = groups.checked_mul(splits)?.checked_add(facts.threads * 2)?;
     Some((rows, bytes.next_multiple_of(256), items))

@@ -148,11 +148,7 @@ fn rotary(pool: &Pool, spec: &RotarySpec, r: &RotaryRegions) {
     let elements = strided(r.rows * spec.heads, in_stride, spec.width);
     // SAFETY: operands of this launch, bound at these sizes.
     let (x, positions, inv_freq): (Source<'_>, &[i32], &[f32]) = unsafe {
-        (
-            Source::new(spec.input, r.x, elements),
-            read(r.positions, r.rows),
-            read(r.inv_freq, pairs),
-        )
+        (Source::new(spec.input, r.x, elements), read(r.positions, r.rows), read(r.inv_freq, pairs))
     };
     let y = Shared::<bf16>::of(r.y);
     let factor = spec.attention_factor.value();

@@ -13,9 +13,7 @@ use mlakit::{Choice, Error, Plan, Refusal, Region, Runs};
 use super::{Shared, divide, fault, read, write};
 use crate::device::{Cpu, Facts, Queue};
 use crate::isa::Isa;
-use crate::kernel::{
-    Experts, Kernels, LinearCall, LinearOut, pack_row, packed_words, packs_f32,
-};
+use crate::kernel::{Experts, Kernels, LinearCall, LinearOut, pack_row, packed_words, packs_f32};
 use crate::pool::Pool;
 
 /// The region of sums in F32 that a bias or gates still have to be applied to.
@@ -187,7 +185,8 @@ impl Launch {
 
     /// Counts the ids that are no expert.
     fn count(&self) {
-        let bad = (0..self.r.rows * self.code.spec.used()).filter(|pair| !self.valid(*pair)).count();
+        let bad =
+            (0..self.r.rows * self.code.spec.used()).filter(|pair| !self.valid(*pair)).count();
         if bad > 0 {
             // SAFETY: the scratch of this launch.
             unsafe { fault(self.r.scratch, Fault::Id) }.fetch_add(bad as u32, Relaxed);
@@ -274,7 +273,11 @@ impl Launch {
         };
         let sum = |pair: usize, out: usize| {
             let high = sums[pair * width + out];
-            if self.code.operand != Operand::Parts { high } else { high + sums[(pairs + pair) * width + out] }
+            if self.code.operand != Operand::Parts {
+                high
+            } else {
+                high + sums[(pairs + pair) * width + out]
+            }
         };
         let value = |row: usize, out: usize| {
             if !spec.combines() {

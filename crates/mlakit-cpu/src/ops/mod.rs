@@ -27,12 +27,7 @@ fn kernel_name(operation: &'static str, facts: &Facts) -> &'static str {
         "dense" => ["dense_scalar", "dense_avx2", "dense_avx512", "dense_avx512bf16"],
         "merge" => ["merge_scalar", "merge_avx2", "merge_avx512", "merge_avx512bf16"],
         "linear" => ["linear_scalar", "linear_avx2", "linear_avx512", "linear_avx512bf16"],
-        _ => [
-            "projection_scalar",
-            "projection_avx2",
-            "projection_avx512",
-            "projection_avx512bf16",
-        ],
+        _ => ["projection_scalar", "projection_avx2", "projection_avx512", "projection_avx512bf16"],
     };
     names[facts.isa as usize]
 }
@@ -115,7 +110,12 @@ impl<T> Shared<T> {
 const WORTH_A_THREAD: usize = 1 << 14;
 
 /// Divides `count` units of `cost` multiply-adds each among threads, in ranges that begin at multiples of `grain`.
-fn divide(pool: &Pool, (count, grain): (usize, usize), cost: usize, run: &(dyn Fn(Range<usize>) + Sync)) {
+fn divide(
+    pool: &Pool,
+    (count, grain): (usize, usize),
+    cost: usize,
+    run: &(dyn Fn(Range<usize>) + Sync),
+) {
     let grains = count.div_ceil(grain.max(1));
     let useful = (count.saturating_mul(cost) / WORTH_A_THREAD).max(1);
     let tasks = pool.threads().min(grains).min(useful);

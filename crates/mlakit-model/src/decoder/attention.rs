@@ -41,9 +41,10 @@ pub fn layer_spec(
             instead: "use --precision f64 with the layer command".to_string(),
         });
     }
-    let factor = config.rope.as_ref().map_or(1.0, |rope| {
-        RopeTable::new(rope, config.qk_rope_head_dim).attention_factor()
-    });
+    let factor = config
+        .rope
+        .as_ref()
+        .map_or(1.0, |rope| RopeTable::new(rope, config.qk_rope_head_dim).attention_factor());
     Ok(LayerSpec {
         hidden,
         heads: config.heads,
@@ -86,8 +87,7 @@ pub fn attention_layer<D: MlaDevice>(
         }
     };
     let spec = layer_spec(config, (hidden, rank), deployment)?;
-    let widths =
-        Widths { heads: spec.heads, nope: spec.nope, value: spec.value, rank: spec.rank };
+    let widths = Widths { heads: spec.heads, nope: spec.nope, value: spec.value, rank: spec.rank };
     let kv_up = match weights.kv_up.as_bf16() {
         Some(values) => values.into(),
         None => std::borrow::Cow::Owned(weights.kv_up.to_bf16()),

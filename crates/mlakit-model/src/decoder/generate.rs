@@ -303,9 +303,8 @@ impl<D: DecoderDevice> Generator<D> {
     }
 
     fn check(&self, prompts: &[Vec<u32>], tokens: usize) -> Result<(), DecodeError> {
-        let input = |what, needed: String, given: String| {
-            Err(DecodeError::Input { what, needed, given })
-        };
+        let input =
+            |what, needed: String, given: String| Err(DecodeError::Input { what, needed, given });
         if prompts.is_empty() || prompts.len() > self.options.batch {
             let needed = format!("1 to {}", self.options.batch);
             return input("prompts", needed, prompts.len().to_string());

@@ -64,9 +64,8 @@ impl LayerInput {
     /// # Errors
     /// [`DecodeError::Input`].
     pub fn check(&self, hidden: usize) -> Result<(), DecodeError> {
-        let fail = |what, needed: String, given: String| {
-            Err(DecodeError::Input { what, needed, given })
-        };
+        let fail =
+            |what, needed: String, given: String| Err(DecodeError::Input { what, needed, given });
         let ordered = self.q_offsets.first() == Some(&0)
             && self.q_offsets.windows(2).all(|pair| pair[0] <= pair[1]);
         if !ordered {
@@ -163,9 +162,8 @@ pub fn run_layer_f64(
             let width = topk.len() / input.rows();
             Selection { keys: &topk[rows.start * width..rows.end * width], width }
         });
-        let output = reference
-            .run(&x, &mut sequence, selection, Form::Naive)
-            .map_err(crate::Error::from)?;
+        let output =
+            reference.run(&x, &mut sequence, selection, Form::Naive).map_err(crate::Error::from)?;
         let to = &mut attn_out[rows.start * hidden..rows.end * hidden];
         to.iter_mut().zip(&output.hidden).for_each(|(to, value)| *to = *value as f32);
     }
@@ -315,12 +313,7 @@ impl<'r, D: MlaDevice> Running<'r, D> {
     }
 
     /// A row's page table is its selection: pages of one token, in ascending order.
-    fn push_selected(
-        &self,
-        host: &mut StepHost,
-        pages: &[i32],
-        (piece, topk): (&Piece, &[i32]),
-    ) {
+    fn push_selected(&self, host: &mut StepHost, pages: &[i32], (piece, topk): (&Piece, &[i32])) {
         let width = self.table_width;
         for row in piece.row..piece.row + piece.rows {
             let mut keys: Vec<i32> =
@@ -380,9 +373,6 @@ impl<D: MlaDevice> StepTensors<D> {
     }
 }
 
-fn tensor<T: Element, D: MlaDevice>(
-    device: &D,
-    values: &[T::Raw],
-) -> Result<Buffer<T, D>, Error> {
+fn tensor<T: Element, D: MlaDevice>(device: &D, values: &[T::Raw]) -> Result<Buffer<T, D>, Error> {
     Buffer::new(device, (Category::Tensors, "layer inputs"), values)
 }

@@ -164,7 +164,8 @@ impl<D: MlpDevice> Gated<D> {
         };
         Ok(Self {
             width,
-            gate_up: up.matrices(&name("gate and up"), &[weights.gate.weight, weights.up.weight])?,
+            gate_up: up
+                .matrices(&name("gate and up"), &[weights.gate.weight, weights.up.weight])?,
             down: up.matrices(&name("down"), &[weights.down.weight])?,
             expand: linear((hidden, 2 * width), gate_up_bias.is_some(), false)?,
             activate: activation(up.device, width, rows)?,

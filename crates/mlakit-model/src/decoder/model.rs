@@ -9,8 +9,8 @@ use mlakit::op::sample::Sample;
 use mlakit::op::spec::Scalar;
 use mlakit::paging::CacheMut;
 use mlakit::{
-    Buffer, Cache, Category, Error, Input, Lane, Lease, Name, Output, PageGeometry,
-    Prepared, Runner, Runs,
+    Buffer, Cache, Category, Error, Input, Lane, Lease, Name, Output, PageGeometry, Prepared,
+    Runner, Runs,
 };
 use mlakit_serve::layer::prepare;
 use mlakit_serve::{MlaDevice, MlaLayer, StepInputs, Workspace};
@@ -152,10 +152,7 @@ impl<D: DecoderDevice> Decoder<D> {
         &self,
         runner: &mut R,
         inputs: &StepOperands<D>,
-        caches: &dyn Fn(
-            &R,
-            usize,
-        ) -> Result<(Cache<'static, D>, CacheMut<'static, D>), Error>,
+        caches: &dyn Fn(&R, usize) -> Result<(Cache<'static, D>, CacheMut<'static, D>), Error>,
         logits: Output<'static, f32, D>,
     ) -> Result<(), Error> {
         let rows = inputs.ids.len();

@@ -162,7 +162,9 @@ impl Oracle<'_> {
         &self,
         index: usize,
         (span, keys): (&Range<usize>, &Range<usize>),
-        table: &[i32], result: &mut DenseResult) {
+        table: &[i32],
+        result: &mut DenseResult,
+    ) {
         let spec = self.spec;
         let query: Vec<f64> = (0..spec.qk_width).map(|i| self.query(index, i)).collect();
         let parts: Vec<_> = (0..self.division.splits)

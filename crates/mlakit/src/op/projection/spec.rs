@@ -3,8 +3,8 @@
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
-use crate::op::layer::Float;
 use crate::geometry::{MAX_HEADS, MAX_WIDTH};
+use crate::op::layer::Float;
 use crate::op::spec::{MAX_ROWS, checked_spec, within};
 
 /// The fields of a [`ProjectionSpec`].
