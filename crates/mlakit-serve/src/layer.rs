@@ -192,6 +192,14 @@ impl<D> Clone for StepInputs<D> {
     }
 }
 
+/// The cache of one layer, as the operations of a step take it: bound, or whatever a graph's view will be bound to.
+pub struct LayerCache<D> {
+    /// For attention.
+    pub read: Cache<'static, D>,
+    /// For the writer.
+    pub write: CacheMut<'static, D>,
+}
+
 /// A layer: prepared operations and weights. It holds no cache, so it may exist before a pool does and outlive several.
 pub struct MlaLayer<D: MlaDevice> {
     spec: LayerSpec,
@@ -262,7 +270,7 @@ impl<D: MlaDevice> MlaLayer<D> {
     pub fn step<R: Runner<'static, D>>(
         &self,
         runner: &mut R,
-        (cache, cache_mut): (Cache<'static, D>, CacheMut<'static, D>),
+        cache: LayerCache<D>,
         inputs: StepInputs<D>,
         (work, lane): (&Workspace<D>, &Lane<D>),
         out: Output<'static, f32, D>,
@@ -275,7 +283,7 @@ impl<D: MlaDevice> MlaLayer<D> {
             latent: (&t.latent).into(),
             rope: (self.spec.rope > 0).then(|| (&t.rope).into()),
             slots: inputs.slots,
-            cache: cache_mut,
+            cache: cache.write,
             kv_scale: inputs.kv_scale.clone(),
             scratch: lane.lease(),
         };
@@ -283,7 +291,7 @@ impl<D: MlaDevice> MlaLayer<D> {
         self.absorb_query(runner, &inputs.positions, &t, lane)?;
         let attend = DenseArgs {
             q: QueryInput::Bf16((&t.query).into()),
-            cache,
+            cache: cache.read,
             page_table: inputs.page_table,
             kv_lens: inputs.kv_lens,
             q_offsets: inputs.q_offsets,

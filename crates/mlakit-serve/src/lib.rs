@@ -6,6 +6,8 @@ pub mod pool;
 pub mod workspace;
 
 pub use absorbed::{AbsorbedProjection, Widths};
-pub use layer::{CacheSpec, Capacity, LayerSpec, LayerWeights, MlaDevice, MlaLayer, StepInputs};
+pub use layer::{
+    CacheSpec, Capacity, LayerCache, LayerSpec, LayerWeights, MlaDevice, MlaLayer, StepInputs,
+};
 pub use pool::{KvPool, PoolError};
 pub use workspace::{Tensors, Workspace};

@@ -207,14 +207,14 @@ impl Launch {
 
     /// From the first to the last position that some row sees.
     fn span(&self, visible: Visible, rows: &Range<usize>) -> Range<usize> {
-        let mut span = usize::MAX..0;
+        let (mut first, mut end) = (usize::MAX, 0);
         for row in rows.clone() {
             let keys = self.keys(visible, rows, row);
             if !keys.is_empty() {
-                span = span.start.min(keys.start)..span.end.max(keys.end);
+                (first, end) = (first.min(keys.start), end.max(keys.end));
             }
         }
-        if span.start > span.end { 0..0 } else { span }
+        first.min(end)..end
     }
 
     /// Calls `each` with every request that has rows.
@@ -233,7 +233,7 @@ impl Launch {
     }
 
     /// Lists the items of this launch in the scratch, counting what is out of bounds on the way.
-    fn list(&self, threads: usize) -> &mut [Item] {
+    fn list(&self, threads: usize) -> &[Item] {
         self.count_bounds();
         let capacity = self.items.bytes() / size_of::<Item>();
         // SAFETY: scratch of this launch, used for nothing else.
@@ -273,7 +273,7 @@ impl Launch {
                 }
             }
         });
-        &mut items[..count]
+        &items[..count]
     }
 
     /// Row groups times splits of this launch.

@@ -8,7 +8,7 @@ use mlakit::{
     Stream, ViewKey,
 };
 use mlakit_serve::layer::prepare;
-use mlakit_serve::{CacheSpec, Capacity, KvPool};
+use mlakit_serve::{CacheSpec, Capacity, KvPool, LayerCache};
 
 use super::attention::Deployment;
 use super::error::DecodeError;
@@ -291,7 +291,7 @@ impl<D: DecoderDevice> Generator<D> {
             let out = self.prompt.logits.lease().part(0..wanted * vocab)?;
             let views = &self.views;
             let caches = |_: &Stream<'_, D>, layer: usize| {
-                Ok((views[layer].lease(), views[layer].lease_mut()))
+                Ok(LayerCache { read: views[layer].lease(), write: views[layer].lease_mut() })
             };
             self.decoder.step(stream, &operands, &caches, (&out).into())?;
             stream.wait()?;
@@ -396,7 +396,7 @@ impl<D: DecoderDevice> DecodeGraph<D> {
         let fields = SampleFields { vocab, max_rows: batch, temperature: true };
         let sample: Prepared<Sample, D> = prepare(&device, SampleSpec::new(fields)?)?;
         let caches = |rec: &Recorder<'_, D>, layer: usize| {
-            Ok((rec.cache(views[layer])?, rec.cache_mut(views[layer])?))
+            Ok(LayerCache { read: rec.cache(views[layer])?, write: rec.cache_mut(views[layer])? })
         };
         let mut graph = slots.capture(stream, |rec| {
             let operands = keys.operands(rec)?;

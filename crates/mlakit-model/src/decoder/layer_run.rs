@@ -1,7 +1,9 @@
 //! One attention layer of a checkpoint on rows from outside: on a device through the paged cache, or in f64.
 
 use mlakit::{Buffer, Category, Element, Error, Lane, PoolView, Stream};
-use mlakit_serve::{CacheSpec, Capacity, KvPool, MlaDevice, MlaLayer, StepInputs, Workspace};
+use mlakit_serve::{
+    CacheSpec, Capacity, KvPool, LayerCache, MlaDevice, MlaLayer, StepInputs, Workspace,
+};
 
 use super::attention::{Deployment, attention_layer};
 use super::error::DecodeError;
@@ -276,7 +278,7 @@ impl<'r, D: MlaDevice> Running<'r, D> {
         let scale = self.kv_scale.as_ref().map(|scale| (&scale.lease()).into());
         self.layer.step(
             stream,
-            (self.view.lease(), self.view.lease_mut()),
+            LayerCache { read: self.view.lease(), write: self.view.lease_mut() },
             tensors.inputs(scale),
             (&self.workspace, &self.lane),
             (&out.lease()).into(),

@@ -60,7 +60,7 @@ impl<D: Device> MlpWork<D> {
 
 /// An MLP: weights and prepared operations.
 pub(super) enum Mlp<D: MlpDevice> {
-    Dense(Gated<D>),
+    Dense(Box<Gated<D>>),
     Experts(Box<Routed<D>>),
 }
 
@@ -111,7 +111,8 @@ impl<D: MlpDevice> Mlp<D> {
                 Ok(Self::Experts(Box::new(routed)))
             }
             (MlpConfig::Dense { .. }, MlpWeights::Dense(weights)) => {
-                Gated::new(up, "mlp", weights, rows).map(Self::Dense)
+                let gated = Gated::new(up, "mlp", weights, rows)?;
+                Ok(Self::Dense(Box::new(gated)))
             }
             _ => Err(Error::contract("mlp weights", "those that the config describes", "others")),
         }

@@ -13,4 +13,4 @@ pub use error::DecodeError;
 pub use generate::{Attention, Generation, Generator, GeneratorOptions, Sampling};
 pub use layer_run::{LayerInput, LayerOptions, LayerOutput, run_layer, run_layer_f64};
 pub use mlp::MlpDevice;
-pub use model::{Decoder, DecoderDevice, StepOperands};
+pub use model::{Caches, Decoder, DecoderDevice, StepOperands};

@@ -7,13 +7,11 @@ use mlakit::op::linear::{Linear, LinearArgs, LinearFields, LinearSpec};
 use mlakit::op::norm::{Norm, NormArgs, NormFields, NormSpec};
 use mlakit::op::sample::Sample;
 use mlakit::op::spec::Scalar;
-use mlakit::paging::CacheMut;
 use mlakit::{
-    Buffer, Cache, Category, Error, Input, Lane, Lease, Name, Output, PageGeometry, Prepared,
-    Runner, Runs,
+    Buffer, Category, Error, Input, Lane, Lease, Name, Output, PageGeometry, Prepared, Runner, Runs,
 };
 use mlakit_serve::layer::prepare;
-use mlakit_serve::{MlaDevice, MlaLayer, StepInputs, Workspace};
+use mlakit_serve::{LayerCache, MlaDevice, MlaLayer, StepInputs, Workspace};
 
 use super::attention::{Deployment, attention_layer};
 use super::error::DecodeError;
@@ -59,6 +57,21 @@ struct Tensors<D: DecoderDevice> {
     wanted: Buffer<f32, D>,
     wanted_hidden: Buffer<bf16, D>,
     wanted_wide: Buffer<f32, D>,
+}
+
+/// Where the cache of each layer is: a closure from the runner and the layer's number.
+pub trait Caches<R, D> {
+    /// The cache of a layer.
+    ///
+    /// # Errors
+    /// A view of another graph.
+    fn layer(&self, runner: &R, layer: usize) -> Result<LayerCache<D>, Error>;
+}
+
+impl<R, D, F: Fn(&R, usize) -> Result<LayerCache<D>, Error>> Caches<R, D> for F {
+    fn layer(&self, runner: &R, layer: usize) -> Result<LayerCache<D>, Error> {
+        self(runner, layer)
+    }
 }
 
 /// A checkpoint on a device. It owns weights, code and the tensors of a step; the cache is somebody else's.
@@ -152,7 +165,7 @@ impl<D: DecoderDevice> Decoder<D> {
         &self,
         runner: &mut R,
         inputs: &StepOperands<D>,
-        caches: &dyn Fn(&R, usize) -> Result<(Cache<'static, D>, CacheMut<'static, D>), Error>,
+        caches: &impl Caches<R, D>,
         logits: Output<'static, f32, D>,
     ) -> Result<(), Error> {
         let rows = inputs.ids.len();
@@ -170,7 +183,7 @@ impl<D: DecoderDevice> Decoder<D> {
         for (index, layer) in self.layers.iter().enumerate() {
             let normal = (&hidden, &hidden_wide);
             self.normalise(runner, (&residual, &layer.attention_norm), normal)?;
-            let caches = caches(runner, index)?;
+            let caches = caches.layer(runner, index)?;
             let step = self.layer_inputs(inputs, &hidden_wide);
             let room = (&self.workspace, &self.lane);
             layer.attention.step(runner, caches, step, room, (&residual).into())?;

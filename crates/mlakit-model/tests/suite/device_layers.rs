@@ -135,8 +135,8 @@ fn decode_through_the_paged_cache() {
     }
 }
 
-/// Several sequences side by side. The files hold no selection for them, so of sparse layers the rows
-/// count that see no more keys than are selected.
+/// Several sequences side by side. The files hold no selection for them, so of sparse layers the
+/// rows count that see no more keys than are selected.
 #[test]
 fn packed_sequences_of_several_lengths() {
     for case in cases() {
@@ -275,8 +275,8 @@ fn a_layer_of_real_widths() {
     }
 }
 
-/// Whole tiny models, greedily: the ids of transformers, whose smallest margin is far above what the
-/// BF16 path does to a logit.
+/// Whole tiny models, greedily: the ids of transformers, whose smallest margin is far above what
+/// the BF16 path does to a logit.
 #[test]
 fn greedy_ids_of_whole_models() {
     for name in ["deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "glm4_moe_lite"] {

@@ -227,8 +227,8 @@ fn run_with_scratch<D: SuiteDevice>(device: &D, inputs: &DenseInputs, fill: u8) 
     operands.run(&mut stream, &prepared)
 }
 
-/// A NaN key leaves every bit of the rows that do not see it alone. With one split the rows that see
-/// it are NaN; a partial result that is NaN counts as empty in a merge, so with several they are
+/// A NaN key leaves every bit of the rows that do not see it alone. With one split the rows that
+/// see it are NaN; a partial result that is NaN counts as empty in a merge, so with several they are
 /// either NaN or what the other splits give.
 pub fn a_nan_key_stays_with_the_rows_that_see_it<D: SuiteDevice>(device: &D) {
     for (record, query) in RECORDS {
@@ -280,20 +280,16 @@ pub fn pages_beyond_two_gibibytes<D: SuiteDevice>(device: &D) {
         let size = (4400, STRIDE);
         let mut pool = Pages::with_stride(device, "large pool", low.spec.pages(), size).unwrap();
         let mut moved = low.clone();
-        moved.pages = 4400;
         let payload = low.spec.pages().payload_bytes();
-        for page in 0..low.pages {
-            let bytes = &low.cache[page * low.page_stride_bytes..][..payload];
-            pool.write((high[page], 0), bytes).unwrap();
+        for (bytes, page) in low.cache.chunks_exact(low.page_stride_bytes).zip(high) {
+            pool.write((page, 0), &bytes[..payload]).unwrap();
         }
         for id in &mut moved.table {
             if let Some(page) = usize::try_from(*id).ok().and_then(|id| high.get(id)) {
                 *id = *page as i32;
             }
         }
-        // The small pool goes; the large one takes its place behind the view.
-        moved.cache = low.cache.clone();
-        moved.pages = low.pages;
+        // The large pool takes the place of the small one behind the view.
         let mut operands = Operands::new(&mut stream, &moved, &prepared);
         operands.view.bind(&mut stream, &pool).unwrap();
         let given = operands.run(&mut stream, &prepared);

@@ -1,5 +1,5 @@
-//! Replays of a captured graph: everything that changes lies in slots, and nothing is planned, bound
-//! or allocated again.
+//! Replays of a captured graph: everything that changes lies in slots, and nothing is planned,
+//! bound or allocated again.
 
 use half::bf16;
 use mlakit::op::dense::{Dense, DenseArgs, DenseSpec, QueryInput};
@@ -304,8 +304,8 @@ pub fn bytes_of<D: SuiteDevice>(pool: &Pages<D>) -> Vec<u8> {
 }
 
 /// A thousand steps that write records and attend, each with other queries, lengths, tables,
-/// offsets, keys, slots and pool: replays give the eager runs' bits, in the outputs and in the pools,
-/// and nothing is prepared, bound or allocated.
+/// offsets, keys, slots and pool: replays give the eager runs' bits, in the outputs and in the
+/// pools, and nothing is prepared, bound or allocated.
 pub fn a_thousand_replays_equal_eager_runs<D: SuiteDevice>(device: &D) {
     let caller = device.own_stream().unwrap();
     let mut stream = device.stream(&caller).unwrap();
