@@ -15,3 +15,8 @@ pub mod pool;
 
 pub use device::{CallerStream, Cpu, Facts, Queue, Recorded};
 pub use memory::Memory;
+
+/// The example of the README, compiled and run.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+struct Readme;

@@ -228,8 +228,8 @@ fn run_with_scratch<D: SuiteDevice>(device: &D, inputs: &DenseInputs, fill: u8) 
 }
 
 /// A NaN key leaves every bit of the rows that do not see it alone. With one split the rows that
-/// see it are NaN; a partial result that is NaN counts as empty in a merge, so with several they are
-/// either NaN or what the other splits give.
+/// see it are NaN; a partial result that is NaN counts as empty in a merge, so with several they
+/// are either NaN or what the other splits give.
 pub fn a_nan_key_stays_with_the_rows_that_see_it<D: SuiteDevice>(device: &D) {
     for (record, query) in RECORDS {
         for splits in [Splits::Count(1), Splits::Count(2), Splits::FixedTokens(64)] {
