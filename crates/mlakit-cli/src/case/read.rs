@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
 use safetensors::SafeTensors;
@@ -41,6 +42,10 @@ pub fn read_file(path: &Path) -> Result<Vec<u8>, Failure> {
     let found = std::fs::metadata(path).map_err(failed)?;
     if found.is_dir() {
         let text = format!("{}: needed a file, given a folder", path.display());
+        return Err(Failure::input(text, "give the path of a readable file"));
+    }
+    if found.file_type().is_char_device() {
+        let text = format!("{}: needed a file, given a device without an end", path.display());
         return Err(Failure::input(text, "give the path of a readable file"));
     }
     let bytes = usize::try_from(found.len()).unwrap_or(usize::MAX);

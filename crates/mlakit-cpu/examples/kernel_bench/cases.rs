@@ -312,6 +312,7 @@ impl Case {
             lse_base: LseBase::Two,
             split_stride: heads,
             sink: std::ptr::null(),
+            nan_spreads: false,
             sink_in_lse: false,
             out: self.c.bytes().cast(),
             lse: self.lse.as_mut_ptr(),

@@ -10,7 +10,8 @@ use crate::numerics::{exp2, log2};
 /// Partial results `[splits, rows, heads, width]` with log-sum-exps `[splits, rows, heads]`, merged
 /// into BF16 `[rows, heads, width]` and F32 `[rows, heads]`.
 ///
-/// A partial weighs `exp(lse)`. NaN and +inf count as -inf; a partial of weight 0 is not read. The
+/// A partial weighs `exp(lse)`. NaN and +inf count as -inf, unless `nan_spreads`; a partial of
+/// weight 0 is not read. The
 /// order of sums is that of split numbers. Where every partial is empty the output is 0 and the
 /// log-sum-exp -inf, or the sink where it counts.
 #[derive(Clone, Copy, Debug)]
@@ -33,6 +34,9 @@ pub struct MergeCall {
     pub split_stride: usize,
     /// Natural-log logits `[heads]` that enter each denominator once, or null.
     pub sink: *const f32,
+    /// Whether a partial whose log-sum-exp is NaN makes the result NaN: where the partials are those
+    /// of one row's splits, a NaN says that a visible key is one.
+    pub nan_spreads: bool,
     /// Whether the merged log-sum-exp counts the sink.
     pub sink_in_lse: bool,
     /// BF16 results.
@@ -55,6 +59,12 @@ pub(super) unsafe fn merge<E: Engine>(e: E, call: &MergeCall, lanes: Range<usize
             let weights = weigh(call, lane);
             *call.lse.add(lane) = weights.lse;
             let to = call.out.add(lane * call.width);
+            if weights.factor.is_nan() {
+                for i in 0..call.width {
+                    *to.add(i) = BF16_NAN;
+                }
+                continue;
+            }
             if weights.factor == 0.0 {
                 to.write_bytes(0, call.width);
                 continue;
@@ -71,6 +81,9 @@ pub(super) unsafe fn merge<E: Engine>(e: E, call: &MergeCall, lanes: Range<usize
         }
     }
 }
+
+/// NaN in BF16.
+const BF16_NAN: u16 = 0x7fc0;
 
 /// What the partials of one (row, head) amount to.
 struct Weights {
@@ -114,6 +127,11 @@ fn log2_of(base: LseBase) -> f32 {
 unsafe fn weigh(call: &MergeCall, lane: usize) -> Weights {
     let mut max = f32::NEG_INFINITY;
     for split in 0..call.splits {
+        // SAFETY: the partial exists.
+        if call.nan_spreads && unsafe { *call.lses.add(split * call.split_stride + lane) }.is_nan()
+        {
+            return Weights { max: f32::NAN, factor: f32::NAN, lse: f32::NAN };
+        }
         // SAFETY: the partial exists.
         max = max.max(unsafe { partial_lse(call, split, lane) });
     }

@@ -471,6 +471,7 @@ impl Launch {
                 LseBase::Natural => kernel::LseBase::Natural,
                 LseBase::Base2 => kernel::LseBase::Two,
             },
+            nan_spreads: true,
             sink_in_lse: false,
         };
         let operands = merge::Operands {

@@ -22,6 +22,7 @@ pub(super) struct Shape {
     pub(super) format: OutFormat,
     pub(super) lse_base: kernel::LseBase,
     pub(super) out_lse_base: kernel::LseBase,
+    pub(super) nan_spreads: bool,
     pub(super) sink_in_lse: bool,
 }
 
@@ -55,6 +56,7 @@ impl Runs<Merge> for Cpu {
             format: format(spec.partial),
             lse_base: lse_base(spec.lse),
             out_lse_base: lse_base(spec.lse),
+            nan_spreads: false,
             sink_in_lse: spec.sink_in_lse,
         };
         Ok(MergeCode { kernels: self.kernels()?, shape })
@@ -110,6 +112,7 @@ pub(super) fn run(pool: &Pool, kernels: Kernels, shape: Shape, operands: &Operan
             lse_base: shape.lse_base,
             split_stride: lanes,
             sink: sink.get(),
+            nan_spreads: shape.nan_spreads,
             sink_in_lse: shape.sink_in_lse,
             out: out.get(),
             lse: lse.get(),

@@ -56,6 +56,7 @@ impl Partials {
             lse_base: self.base,
             split_stride: self.lanes,
             sink: self.sink.as_ref().map_or(std::ptr::null(), |sink| sink.as_ptr()),
+            nan_spreads: false,
             sink_in_lse: self.sink_in_lse,
             out: out.as_mut_ptr(),
             lse: lse.as_mut_ptr(),
