@@ -82,6 +82,27 @@ fn logits_of_the_first_128_tokens() {
     assert_eq!(device.census().live(Category::Probe), 0);
 }
 
+/// Weights that are not numbers are an error, not a text.
+#[test]
+fn broken_weights_are_refused() {
+    let mut bytes = embedded::tiny_dsa().weights.to_vec();
+    let (header, metadata) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
+    let (first, end) = metadata.info("model.norm.weight").unwrap().data_offsets;
+    bytes[8 + header + first..8 + header + end].fill(0xff);
+    let checkpoint = Checkpoint::from_bytes(bytes).unwrap();
+    let config = ModelFolder::from_static(embedded::tiny_dsa()).unwrap().config;
+    let device = Cpu::detect().unwrap();
+    let caller = device.own_stream().unwrap();
+    let mut stream = device.stream(&caller).unwrap();
+    let pair = (&config, &checkpoint);
+    let mut generator = Generator::new(&mut stream, pair, options(Attention::Dense)).unwrap();
+    let prompts = [vec![256, 77, 65]];
+    let made =
+        generator.generate(&mut stream, &prompts, (4, Sampling::default()), &mut |_, _| Ok(()));
+    let error = made.unwrap_err().to_string();
+    assert!(error.contains("finite logits"), "{error}");
+}
+
 #[test]
 fn greedy_text_is_that_of_transformers() {
     let model = ModelFolder::from_static(embedded::tiny_dsa()).unwrap();

@@ -222,6 +222,9 @@ impl<D: DecoderDevice> Generator<D> {
         while sequences.iter().any(|sequence| !sequence.done) {
             self.decode.step(stream, (&sequences, &self.pool), sampling)?;
             made.steps += 1;
+            if made.steps == 1 {
+                self.decode.expect_numbers(sequences.len())?;
+            }
             for (index, sequence) in sequences.iter_mut().enumerate() {
                 if sequence.done {
                     continue;
@@ -429,6 +432,20 @@ impl<D: DecoderDevice> DecodeGraph<D> {
         }
         self.graph.slot_mut(self.keys.table)?.write(&self.host.table)?;
         self.graph.slot_mut(self.keys.temperature)?.write(&[sampling.temperature])
+    }
+
+    /// After the first step: broken weights make logits that are no numbers, and a text of the first id over and over.
+    fn expect_numbers(&self, sequences: usize) -> Result<(), DecodeError> {
+        let logits = self.graph.read(self.keys.logits)?;
+        let live = &logits[..logits.len() / self.host.ids.len() * sequences];
+        match live.iter().find(|logit| !logit.is_finite()) {
+            None => Ok(()),
+            Some(logit) => Err(DecodeError::Input {
+                what: "checkpoint",
+                needed: "weights that give finite logits".to_string(),
+                given: format!("weights that give {logit}"),
+            }),
+        }
     }
 
     /// Every live sequence reads its token and chooses the next: slots are written, the graph is replayed, the ids are read.
