@@ -82,17 +82,22 @@ class Kernel:
         check(driver.cuModuleLoadData(ctypes.byref(module), image), "load")
         name = b"mlakit_dense_decode"
         check(driver.cuModuleGetFunction(ctypes.byref(self.function), module, name), "function")
-        address, size = ctypes.c_uint64(), ctypes.c_size_t()
-        check(driver.cuModuleGetGlobal_v2(ctypes.byref(address), ctypes.byref(size), module,
-                                          b"mlakit_dense_decode_shared_bytes"), "shared bytes")
-        word = ctypes.c_int()
-        check(driver.cuMemcpyDtoH_v2(ctypes.byref(word), address, 4), "shared bytes")
-        self.shared = word.value
+        self.shared = self.constant(module, b"mlakit_dense_decode_shared_bytes")
+        self.threads = self.constant(module, b"mlakit_dense_decode_threads")
         check(driver.cuFuncSetAttribute(self.function, 8, self.shared), "shared memory")
         local = ctypes.c_int()
         check(driver.cuFuncGetAttribute(ctypes.byref(local), 3, self.function), "local memory")
         assert local.value == 0, f"{local.value} bytes of local memory"
         return self
+
+
+    @staticmethod
+    def constant(module, name):
+        address, size, word = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_int()
+        check(driver.cuModuleGetGlobal_v2(ctypes.byref(address), ctypes.byref(size), module, name),
+              "constant")
+        check(driver.cuMemcpyDtoH_v2(ctypes.byref(word), address, 4), "constant")
+        return word.value
 
 
 def box_tokens(page_size):
@@ -180,7 +185,7 @@ class Problem:
             attribute.value[0] = 1
         config = LaunchConfig()
         config.grid[:] = [self.blocks * self.tiles, 1, 1]
-        config.block[:] = [512, 1, 1]
+        config.block[:] = [self.kernel.threads, 1, 1]
         config.shared_bytes = self.kernel.shared
         config.stream = torch.cuda.current_stream().cuda_stream
         config.attributes = attributes
@@ -191,7 +196,10 @@ class Problem:
 
 
 def reference(q, cache, page_table, kv_lens, q_offsets, scale, value, row_kv_lens=None):
-    """Softmax attention in F64 on the same BF16 inputs; ids out of bounds are skipped."""
+    """Softmax attention in F64 on the same BF16 inputs; ids out of bounds are skipped.
+
+    A key that is not finite makes the rows that see it NaN, and no others.
+    """
     rows, heads, qk = q.shape
     pages, page_size = cache.shape[0], cache.shape[1]
     out = torch.zeros(rows, heads, value, dtype=torch.float64, device=q.device)
@@ -206,6 +214,8 @@ def reference(q, cache, page_table, kv_lens, q_offsets, scale, value, row_kv_len
         keys = cache[ids.clamp(0, pages - 1), :, :qk].reshape(-1, qk)[:length].double()
         good = good.repeat_interleave(page_size)[:length]
         keys = torch.where(good[:, None], keys, 0)
+        spoilt = ~torch.isfinite(keys).all(1)
+        keys = torch.where(spoilt[:, None], 0, keys)
         scores = torch.einsum("rhd,kd->rhk", q[begin:end].double(), keys) * scale
         position = torch.arange(length, device=q.device)
         n = end - begin
@@ -217,4 +227,6 @@ def reference(q, cache, page_table, kv_lens, q_offsets, scale, value, row_kv_len
         lse[begin:end] = torch.logsumexp(scores, -1)
         weights = torch.softmax(scores, -1).nan_to_num(0.0)
         out[begin:end] = torch.einsum("rhk,kv->rhv", weights, keys[:, :value])
+        rows_spoilt = torch.arange(begin, end, device=q.device)[(mask & spoilt).any(1)]
+        out[rows_spoilt], lse[rows_spoilt] = math.nan, math.nan
     return out, lse

@@ -2,7 +2,9 @@
 
 use std::path::PathBuf;
 
-use clap::{Args as Group, Parser, Subcommand, ValueEnum};
+use clap::{
+    Args as Group, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum, error::ErrorKind,
+};
 use mlakit::op::merge::Partial;
 use mlakit::{RecordFormat, Splits};
 use serde::Serialize;
@@ -17,6 +19,56 @@ pub struct Args {
     /// What to do.
     #[command(subcommand)]
     pub command: Command,
+}
+
+impl Args {
+    /// Reads the command line. A negative number after a flag is its value, and refused as such.
+    ///
+    /// # Errors
+    /// What clap says, of wrong words and of help that was asked for.
+    pub fn read(words: &[std::ffi::OsString]) -> Result<Self, clap::Error> {
+        let mut command = Self::whole_command();
+        let matches = command.try_get_matches_from_mut(words)?;
+        Self::from_arg_matches(&matches).map_err(|error| error.format(&mut command))
+    }
+
+    fn whole_command() -> clap::Command {
+        let numbers = |command: clap::Command| {
+            command.mut_args(|arg| match arg.get_action().takes_values() {
+                true => arg.allow_negative_numbers(true),
+                false => arg,
+            })
+        };
+        numbers(Self::command()).mut_subcommands(numbers)
+    }
+}
+
+/// What is wrong with a command line, in one line, and what to do about it; `None` where clap's own
+/// text is the answer: help or the version.
+pub fn explain(error: &clap::Error, words: &[std::ffi::OsString]) -> Option<(String, String)> {
+    use ErrorKind as E;
+    match error.kind() {
+        E::DisplayHelp | E::DisplayVersion | E::DisplayHelpOnMissingArgumentOrSubcommand => None,
+        _ => {
+            let text = error.render().to_string();
+            let lines = text.lines().map(str::trim).filter(|line| !line.is_empty());
+            let (mut message, mut help) = (Vec::new(), Vec::new());
+            for line in lines {
+                if line.starts_with("Usage:") || line.starts_with("For more information") {
+                    break;
+                }
+                match line.strip_prefix("tip: ") {
+                    Some(tip) => help.push(tip.to_owned()),
+                    None => message.push(line.strip_prefix("error: ").unwrap_or(line).to_owned()),
+                }
+            }
+            let names = Args::command();
+            let name = words.iter().skip(1).find_map(|word| names.find_subcommand(word));
+            let name = name.map_or(String::new(), |command| format!(" {}", command.get_name()));
+            help.push(format!("see `mlakit{name} --help`"));
+            Some((message.join(" "), help.join("; ")))
+        }
+    }
 }
 
 /// What to do.
@@ -77,7 +129,7 @@ pub struct DeviceArgs {
     #[arg(long, value_name = "N", value_parser = whole::<1, MAX_THREADS>)]
     pub threads: Option<usize>,
     /// Instructions of the CPU, instead of MLAKIT_ISA or the best there are [scalar, avx2, avx512,
-    /// avx512bf16]
+    /// avx512bf16, amx]
     #[arg(long, value_name = "NAME")]
     pub isa: Option<String>,
 }
@@ -237,7 +289,7 @@ pub struct RunArgs {
     #[arg(long, value_name = "T", default_value = "0", value_parser = at_least_zero)]
     pub temperature: f32,
     /// What the draws begin from
-    #[arg(long, value_name = "N", default_value = "0")]
+    #[arg(long, value_name = "N", default_value = "0", value_parser = seed)]
     pub seed: u64,
     /// The record format of the cache
     #[arg(long, value_name = "FORMAT", default_value = "bf16", value_parser = record)]
@@ -263,7 +315,7 @@ pub struct LayerArgs {
     #[arg(long, value_name = "DIR")]
     pub model: PathBuf,
     /// The layer, from 0
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = whole::<0, 4095>)]
     pub layer: usize,
     /// The inputs
     #[arg(long, value_name = "IN.safetensors")]
@@ -283,7 +335,7 @@ pub struct LayerArgs {
     /// The dtype of split results [bf16, f32]
     #[arg(long, value_name = "DTYPE", default_value = "bf16", value_parser = partial)]
     pub partial: Partial,
-    /// The oracle in f64, or the device's kernels
+    /// The oracle in f64, which rounds nothing but an e4m3 cache, or the device's kernels
     #[arg(long, value_enum, default_value = "bf16")]
     pub precision: Precision,
     /// The device.
@@ -342,6 +394,10 @@ pub(crate) fn whole<const LOW: usize, const HIGH: usize>(text: &str) -> Result<u
     }
 }
 
+fn seed(text: &str) -> Result<u64, String> {
+    text.parse().map_err(|_| format!("needed a whole number from 0 to {}", u64::MAX))
+}
+
 fn positive(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(value) if value.is_finite() && value > 0.0 => Ok(value),
@@ -383,11 +439,33 @@ fn splits(text: &str) -> Result<Splits, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::CommandFactory;
 
     #[test]
     fn the_command_line_is_consistent() {
-        Args::command().debug_assert();
+        Args::whole_command().debug_assert();
+    }
+
+    #[test]
+    fn errors_are_one_line_with_help() {
+        let explained = |line: &str| {
+            let words: Vec<_> = line.split(' ').map(Into::into).collect();
+            explain(&Args::read(&words).unwrap_err(), &words)
+        };
+        for (line, message, help) in [
+            ("mlakit op dense", "--case <IN.safetensors> --out", "see `mlakit op --help`"),
+            ("mlakit opp", "unrecognized subcommand 'opp'", "see `mlakit --help`"),
+            ("mlakit op dense --orcale", "'--orcale'", "'--oracle'"),
+            ("mlakit run a --threads -1", "'-1' for '--threads <N>': needed a whole number", "run"),
+            ("mlakit run a --temperature -0.5", "needed a finite number, 0 or more", "run"),
+            ("mlakit run a --seed -1", "needed a whole number from 0", "run"),
+            ("mlakit plan --config x --memory-gib -3", "needed a number above 0", "plan"),
+            ("mlakit bench --tokens 64,-1", "'-1' for '--tokens <N,..>'", "bench"),
+        ] {
+            let (given, advice) = explained(line).unwrap();
+            assert!(given.contains(message) && !given.contains('\n'), "{line}: {given}");
+            assert!(advice.contains(help), "{line}: {advice}");
+        }
+        assert!(explained("mlakit --help").is_none() && explained("mlakit").is_none());
     }
 
     #[test]

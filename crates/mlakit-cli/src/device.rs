@@ -36,6 +36,13 @@ pub enum AnyDevice {
 }
 
 impl AnyDevice {
+    /// Its facts.
+    pub fn facts(&self) -> AnyFacts {
+        match self {
+            Self::Cpu(cpu) => AnyFacts::Cpu(cpu.facts().clone()),
+        }
+    }
+
     /// Its facts, as text.
     pub fn describe(&self) -> String {
         match self {
@@ -56,6 +63,9 @@ pub enum AnyFacts {
 pub struct Choices {
     /// The instructions.
     pub isa: &'static str,
+    /// The flag or variable that names them.
+    #[serde(skip)]
+    pub isa_from: Option<&'static str>,
     /// Why these.
     pub isa_because: String,
     /// The threads.
@@ -81,9 +91,48 @@ pub fn facts(args: &DeviceArgs, environment: &Environment) -> Result<AnyFacts, F
 /// # Errors
 /// As [`facts`], and instructions or threads that this machine does not have.
 pub fn open(args: &DeviceArgs, environment: &Environment) -> Result<AnyDevice, Failure> {
-    match facts(args, environment)? {
+    match present_facts(args, environment)? {
         AnyFacts::Cpu(facts) => Cpu::new(facts).map(AnyDevice::Cpu).map_err(Failure::from),
     }
+}
+
+/// The facts of the device that [`open`] would give, without making it.
+///
+/// # Errors
+/// As [`open`].
+pub fn present_facts(args: &DeviceArgs, environment: &Environment) -> Result<AnyFacts, Failure> {
+    match args.device {
+        DeviceName::Cpu => {
+            let (facts, choices) = choose(args, environment)?;
+            usable(&facts, &choices)?;
+            Ok(AnyFacts::Cpu(facts))
+        }
+        DeviceName::Cuda => Err(cuda_refusal()),
+    }
+}
+
+/// Refuses instructions that this processor does not have.
+///
+/// # Errors
+/// The instructions, where they were asked for, and what there is instead.
+pub fn usable(facts: &Facts, choices: &Choices) -> Result<(), Failure> {
+    let there: Vec<Isa> = Isa::ALL.into_iter().filter(|isa| isa.is_available()).collect();
+    among(facts.isa, &there, choices)
+}
+
+fn among(isa: Isa, there: &[Isa], choices: &Choices) -> Result<(), Failure> {
+    if there.contains(&isa) {
+        return Ok(());
+    }
+    let names: Vec<_> = there.iter().map(|isa| isa.name()).collect();
+    let from = choices.isa_from.unwrap_or("the instructions");
+    Err(Failure::input(
+        format!(
+            "{from} {isa}: needed instructions of this processor, which has {}",
+            names.join(", ")
+        ),
+        format!("give one of these or leave it out; `mlakit doctor` shows what {isa} needs"),
+    ))
 }
 
 /// The facts of the CPU with the reason of each.
@@ -91,22 +140,30 @@ pub fn open(args: &DeviceArgs, environment: &Environment) -> Result<AnyDevice, F
 /// # Errors
 /// A name or a number that is none.
 pub fn choose(args: &DeviceArgs, environment: &Environment) -> Result<(Facts, Choices), Failure> {
-    let (isa, isa_because) = isa(args, environment)?;
+    let (isa, isa_from) = isa(args, environment)?;
     let (threads, threads_because) = threads(args, environment)?;
-    let choices = Choices { isa: isa.name(), isa_because, threads, threads_because };
+    let isa_because = match isa_from {
+        Some(from) => format!("{from} says so"),
+        None => "the fastest that this processor has".into(),
+    };
+    let choices = Choices { isa: isa.name(), isa_from, isa_because, threads, threads_because };
     Ok((Facts { isa, threads }, choices))
 }
 
-fn isa(args: &DeviceArgs, environment: &Environment) -> Result<(Isa, String), Failure> {
-    let parse = |name: &str, from: &str| {
-        name.parse::<Isa>().map(|isa| (isa, format!("{from} says so"))).map_err(|error| {
+/// The instructions, and the flag or variable that names them.
+fn isa(
+    args: &DeviceArgs,
+    environment: &Environment,
+) -> Result<(Isa, Option<&'static str>), Failure> {
+    let parse = |name: &str, from: &'static str| {
+        name.parse::<Isa>().map(|isa| (isa, Some(from))).map_err(|error| {
             Failure::input(format!("{from}: {error}"), "see what `mlakit doctor` finds")
         })
     };
     match (&args.isa, &environment.isa) {
         (Some(name), _) => parse(name, "--isa"),
         (None, Some(name)) => parse(&name.to_string_lossy(), ISA_VARIABLE),
-        (None, None) => Ok((Isa::detect(), "the fastest that this processor has".into())),
+        (None, None) => Ok((Isa::detect(), None)),
     }
 }
 
@@ -159,6 +216,21 @@ mod tests {
         let (facts, choices) = choose(&args(Some("scalar"), Some(5)), &environment).unwrap();
         assert_eq!((facts.isa, facts.threads), (Isa::Scalar, 5));
         assert_eq!(choices.threads_because, "--threads says so");
+    }
+
+    #[test]
+    fn instructions_that_are_not_there_are_refused() {
+        let try_isa = |isa: &str, there: &[Isa]| {
+            let (facts, choices) =
+                choose(&args(Some(isa), Some(1)), &Environment::default()).unwrap();
+            among(facts.isa, there, &choices)
+        };
+        let there = [Isa::Scalar, Isa::Avx2];
+        assert!(try_isa("avx2", &there).is_ok());
+        let failure = try_isa("avx512", &there).unwrap_err();
+        assert_eq!(failure.status(), 2);
+        assert!(failure.message().starts_with("--isa avx512: "), "{}", failure.message());
+        assert!(failure.message().ends_with("which has scalar, avx2"), "{}", failure.message());
     }
 
     #[test]

@@ -103,7 +103,8 @@ impl Cuda {
 /// `mlakit doctor`.
 ///
 /// # Errors
-/// A flag or a variable that names nothing. What is missing on the machine is part of the result.
+/// A flag or a variable that names nothing, or instructions that this machine does not have. What
+/// else is missing on the machine is part of the result.
 pub fn command(
     args: &DoctorArgs,
     environment: &Environment,
@@ -112,12 +113,13 @@ pub fn command(
         return Err(device::cuda_refusal());
     }
     let (facts, used) = device::choose(&args.device, environment)?;
+    device::usable(&facts, &used)?;
     let features = machine::features();
     let using = Use { isa: facts.isa, because: &used.isa_because, fastest: Isa::detect() };
     let set = |isa: Isa| InstructionSet {
         name: isa.name(),
         available: isa.is_available(),
-        used: isa == facts.isa && isa.is_available(),
+        used: isa == facts.isa,
         because: because(isa, &using, &features),
     };
     Ok(Found {
@@ -141,13 +143,18 @@ fn needs(isa: Isa) -> &'static [&'static str] {
         Isa::Scalar => &[],
         Isa::Avx2 => ALL.split_at(2).0,
         Isa::Avx512 => ALL.split_at(6).0,
-        Isa::Avx512Bf16 => &ALL,
+        Isa::Avx512Bf16 | Isa::Amx => &ALL,
     }
 }
 
+/// What the processor lacks; of AMX also the tiles, for which the system must be asked.
 fn missing(isa: Isa, features: &[Feature]) -> Vec<&'static str> {
     let has = |name: &&&str| features.iter().any(|f| f.name == **name && f.present);
-    needs(isa).iter().filter(|name| !has(name)).copied().collect()
+    let mut missing: Vec<_> = needs(isa).iter().filter(|name| !has(name)).copied().collect();
+    if isa == Isa::Amx && missing.is_empty() && !isa.is_available() {
+        missing.push("amx-bf16, or the system's leave to use it");
+    }
+    missing
 }
 
 /// What is used, why, and what would be if nothing were asked for.

@@ -7,7 +7,6 @@
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-use clap::Parser;
 use clap::error::ErrorKind;
 
 pub mod args;
@@ -32,12 +31,12 @@ use device::Environment;
 /// Runs the program with the arguments of this process.
 pub fn main() -> ExitCode {
     let words: Vec<OsString> = std::env::args_os().collect();
-    match Args::try_parse_from(&words) {
+    match Args::read(&words) {
         Ok(args) => {
             let json = args.output.format() == args::Format::Json;
             run(&args).unwrap_or_else(|failure| failure.report(json))
         }
-        Err(error) => usage(&error, asks_for_json(&words)),
+        Err(error) => usage(&error, &words),
     }
 }
 
@@ -66,18 +65,22 @@ fn run(args: &Args) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// What clap says of arguments that it cannot take, or help that was asked for.
-fn usage(error: &clap::Error, json: bool) -> ExitCode {
+/// Prints what is wrong with the words, or help that was asked for. No words at all get the help,
+/// as an error.
+fn usage(error: &clap::Error, words: &[OsString]) -> ExitCode {
+    let json = asks_for_json(words);
     let asked = matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion);
-    if json && !asked {
-        let text = error.render().to_string();
-        let first = text.lines().next().unwrap_or_default();
-        let message = first.strip_prefix("error: ").unwrap_or(first);
-        return Failure::input(message, "see `mlakit --help`").report(true);
+    match args::explain(error, words) {
+        Some((message, help)) => Failure::input(message, help).report(json),
+        None if json && !asked => {
+            Failure::input("needed a command, given none", "see `mlakit --help`").report(true)
+        }
+        None => {
+            // Printing fails only where nobody reads.
+            let _ = error.print();
+            ExitCode::from(if asked { 0 } else { 2 })
+        }
     }
-    // Printing fails only where nobody reads.
-    let _ = error.print();
-    ExitCode::from(if asked { 0 } else { 2 })
 }
 
 /// Whether arguments that could not be parsed ask for JSON.

@@ -1,19 +1,20 @@
 //! A progress bar, on a terminal, for what takes longer than a second.
 
 use std::io::IsTerminal;
-use std::time::{Duration, Instant};
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::thread::{Builder, JoinHandle};
+use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-/// What a step must take before a bar is drawn.
+/// What a piece of work must take before its bar is drawn.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Counts steps; draws to stderr once a second has passed, and only if stderr is a terminal.
+/// Counts steps. A second after it was made, if stderr is a terminal, its bar appears there,
+/// however long a step takes.
 pub struct Progress {
     bar: ProgressBar,
-    begin: Instant,
-    terminal: bool,
-    shown: bool,
+    waiting: Option<(Sender<()>, JoinHandle<()>)>,
 }
 
 impl Progress {
@@ -24,17 +25,13 @@ impl Progress {
             bar.set_style(style.progress_chars("=> "));
         }
         bar.set_prefix(what);
-        let terminal = std::io::stderr().is_terminal();
-        Self { bar, begin: Instant::now(), terminal, shown: false }
+        let waiting = if std::io::stderr().is_terminal() { wait(bar.clone()) } else { None };
+        Self { bar, waiting }
     }
 
     /// One step is about to begin.
     pub fn step(&mut self, name: &str) {
         self.bar.set_message(name.to_owned());
-        if self.terminal && !self.shown && self.begin.elapsed() > PATIENCE {
-            self.bar.set_draw_target(ProgressDrawTarget::stderr());
-            self.shown = true;
-        }
     }
 
     /// One step is done.
@@ -43,9 +40,45 @@ impl Progress {
     }
 }
 
+/// Draws the bar after a while, unless the sender goes first. Without a thread there is no bar.
+fn wait(bar: ProgressBar) -> Option<(Sender<()>, JoinHandle<()>)> {
+    let (gone, wait) = mpsc::channel();
+    let draw = move || {
+        if wait.recv_timeout(PATIENCE) == Err(RecvTimeoutError::Timeout) {
+            bar.set_draw_target(ProgressDrawTarget::stderr());
+            bar.tick();
+        }
+    };
+    Builder::new().name("progress".into()).spawn(draw).ok().map(|thread| (gone, thread))
+}
+
 /// The bar leaves nothing on the screen.
 impl Drop for Progress {
     fn drop(&mut self) {
+        if let Some((gone, thread)) = self.waiting.take() {
+            drop(gone);
+            // A thread that failed has drawn nothing.
+            let _ = thread.join();
+        }
         self.bar.finish_and_clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Instant;
+
+    #[test]
+    fn a_bar_appears_after_a_second_and_not_before() {
+        let bar = ProgressBar::with_draw_target(Some(3), ProgressDrawTarget::hidden());
+        let begin = Instant::now();
+        let (gone, thread) = wait(bar.clone()).unwrap();
+        drop(gone);
+        thread.join().unwrap();
+        assert!(begin.elapsed() < PATIENCE, "whoever is quick does not wait for the bar");
+        let (_gone, thread) = wait(bar).unwrap();
+        thread.join().unwrap();
+        assert!(begin.elapsed() >= PATIENCE);
     }
 }

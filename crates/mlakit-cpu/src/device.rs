@@ -2,8 +2,9 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use mlakit::{Device, Error, Keeper, Pass, Region, Signal, Ticket};
+use mlakit::{Device, Error, Keeper, Pass, Region, Reporter, Ticket};
 
 use crate::isa::{Isa, IsaUnavailable};
 use crate::kernel::Kernels;
@@ -86,10 +87,13 @@ impl Cpu {
 
 /// A stream of the CPU: the order of the calls that it is lent to.
 #[derive(Debug)]
-pub struct CallerStream(());
+pub struct CallerStream {
+    key: u64,
+}
 
 /// A lent stream.
 pub struct Queue {
+    reporter: Reporter,
     recording: Option<Vec<Kernel>>,
 }
 
@@ -98,7 +102,10 @@ type Kernel = Box<dyn Fn(&Pool) + Send + Sync>;
 /// A recorded sequence: kernels with the addresses of their operands.
 pub struct Recorded(Vec<Kernel>);
 
-impl Device for Cpu {
+// SAFETY: an allocation is the `Memory`'s own until it is dropped, and nothing makes one but `obtain`; work is over when the call that
+// enqueued it returns, so whatever is reported then is done and every order holds; kernels stay within the regions that the core gives
+// and the pages that a view shows, since they check each id that they read; every stream has a key of its own.
+unsafe impl Device for Cpu {
     type Facts = Facts;
     type Memory = Memory;
     type CallerStream = CallerStream;
@@ -134,11 +141,16 @@ impl Device for Cpu {
     fn poll(&self) {} // work is done, and reported, when it was enqueued
 
     fn own_stream(&self) -> Result<CallerStream, Error> {
-        Ok(CallerStream(()))
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        Ok(CallerStream { key: NEXT.fetch_add(1, Relaxed) })
     }
 
-    fn attach(&self, _: &CallerStream, _: Pass) -> Result<Queue, Error> {
-        Ok(Queue { recording: None })
+    fn key(caller: &CallerStream) -> u64 {
+        caller.key
+    }
+
+    fn attach(&self, _: &CallerStream, reporter: Reporter) -> Result<Queue, Error> {
+        Ok(Queue { reporter, recording: None })
     }
 
     fn write(&self, _: &mut Queue, to: Region, bytes: &[u8]) -> Result<(), Error> {
@@ -146,8 +158,8 @@ impl Device for Cpu {
         Ok(())
     }
 
-    fn signal(&self, _: &mut Queue, signal: Signal) {
-        self.0.keeper.complete(signal);
+    fn signal(&self, queue: &mut Queue, ticket: Ticket) {
+        self.0.keeper.complete(&queue.reporter, ticket.number());
     }
 
     /// Whatever another stream was given is done, because its calls have returned.

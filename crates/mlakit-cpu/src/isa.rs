@@ -15,6 +15,9 @@ pub enum Isa {
     /// AVX-512 with BF16 dot products and VBMI: the bits of [`Isa::Scalar`], at twice the rate of
     /// [`Isa::Avx512`].
     Avx512Bf16,
+    /// AMX tiles for dense attention, beside AVX-512 with BF16 and VBMI; the rest is that of
+    /// [`Isa::Avx512`]. Sums run in an order of their own, so its bits are its own.
+    Amx,
 }
 
 /// Why an instruction set cannot be used.
@@ -49,7 +52,7 @@ fn is_intel() -> bool {
 
 impl Isa {
     /// Every instruction set, least capable first.
-    pub const ALL: [Isa; 4] = [Isa::Scalar, Isa::Avx2, Isa::Avx512, Isa::Avx512Bf16];
+    pub const ALL: [Isa; 5] = [Isa::Scalar, Isa::Avx2, Isa::Avx512, Isa::Avx512Bf16, Isa::Amx];
 
     /// The fastest instruction set of this machine: the most capable one, but on Intel's processors, where `vdpbf16ps` runs at half the rate
     /// of an f32 multiply-add (measured: 88 against 178 GF/s a core), [`Isa::Avx512`].
@@ -71,7 +74,8 @@ impl Isa {
         }
     }
 
-    /// Whether this machine can run it.
+    /// Whether this machine can run it. The first question about [`Isa::Amx`] asks Linux for leave to use
+    /// tiles, for the whole process.
     pub fn is_available(self) -> bool {
         #[cfg(target_arch = "x86_64")]
         {
@@ -81,15 +85,15 @@ impl Isa {
                 && is_x86_feature_detected!("avx512bw")
                 && is_x86_feature_detected!("avx512vl")
                 && is_x86_feature_detected!("avx512dq");
+            let avx512bf16 = avx512
+                && is_x86_feature_detected!("avx512bf16")
+                && is_x86_feature_detected!("avx512vbmi");
             match self {
                 Isa::Scalar => true,
                 Isa::Avx2 => avx2,
                 Isa::Avx512 => avx512,
-                Isa::Avx512Bf16 => {
-                    avx512
-                        && is_x86_feature_detected!("avx512bf16")
-                        && is_x86_feature_detected!("avx512vbmi")
-                }
+                Isa::Avx512Bf16 => avx512bf16,
+                Isa::Amx => avx512bf16 && crate::kernel::tiles_are_usable(),
             }
         }
         #[cfg(not(target_arch = "x86_64"))]
@@ -105,6 +109,7 @@ impl Isa {
             Isa::Avx2 => "avx2",
             Isa::Avx512 => "avx512",
             Isa::Avx512Bf16 => "avx512bf16",
+            Isa::Amx => "amx",
         }
     }
 }
@@ -156,7 +161,7 @@ mod tests {
         let error = "avx3".parse::<Isa>().unwrap_err();
         assert_eq!(
             error.to_string(),
-            "unknown instruction set \"avx3\"; known are scalar avx2 avx512 avx512bf16"
+            "unknown instruction set \"avx3\"; known are scalar avx2 avx512 avx512bf16 amx"
         );
     }
 

@@ -12,7 +12,9 @@
 // alone, and with fixed splits on the number of splits alone, so a row's bits are the same in any
 // batch.
 //
-// A split whose LSE is -inf, NaN or +inf has weight 0 and adds nothing, whatever its payload.
+// A split whose LSE is -inf has weight 0 and adds nothing, whatever its payload: it may be loaded
+// (loads begin before the weights are known) but never reaches a sum. One whose LSE is NaN had a
+// score that is not finite, and makes the row NaN.
 //
 // Columns inside a partial are permuted as the accumulators of the matrix products have them, so
 // that stores and loads are 16 bytes wide; nothing outside the kernel reads them. Wide tiles: of
@@ -28,6 +30,7 @@ constexpr int PARTIAL_BYTES = PARTIAL_F32 ? 4 : 2;
 constexpr int MERGE_SHARES_BYTES = MERGE_THREADS * GROUP_COLUMNS * 4;
 constexpr int MAX_MERGE_WEIGHTS = 16384;  // in shared memory; also the most splits of a request
 #define NEGATIVE_INFINITY __int_as_float((int)0xff800000)
+#define NOT_A_NUMBER __int_as_float(0x7fffffff)
 
 // One block's part in merging one request.
 struct Slice {
@@ -36,6 +39,7 @@ struct Slice {
   int end;
   int width;   // log2 of the groups merged at once; the other threads share the splits
   int first_row;   // of the slice
+  int rows;        // whose weights fit in shared memory
   float* shares;   // [MERGE_THREADS][GROUP_COLUMNS]
   float* weights;  // [rows of the slice][splits]
 };
@@ -56,7 +60,7 @@ DEVICE Group load_group(const char* address) {
 }
 
 DEVICE void add_group(float (&sum)[GROUP_COLUMNS], const Group& g, float weight) {
-  if (!(weight > 0.f)) return;
+  if (weight == 0.f) return;
 #pragma unroll
   for (int i = 0; i < GROUP_COLUMNS; ++i) {
 #if PARTIAL_F32
@@ -87,29 +91,58 @@ DEVICE float* partial_lse(const DenseParams& p, int tile, int slot, int row) {
   return p.partial_lse + ((u64)tile * p.partial_rows + row) * p.slots_per_tile + slot;
 }
 
-DEVICE float usable_lse(float lse) {
-  return lse > NEGATIVE_INFINITY && lse < -NEGATIVE_INFINITY ? lse : NEGATIVE_INFINITY;
+// What makes a split's weight into its share of the row: one over the sum of all.
+DEVICE float share_of_weight(float sum, bool spoilt) {
+  return spoilt ? NOT_A_NUMBER : sum > 0.f ? 1.f / sum : 0.f;
 }
 
-// One warp: the weights of a row's splits, and its LSE if the slice holds the row's first group.
+// The row's LSE (base 2), if the slice holds the row's first group.
+DEVICE void store_row_lse(const DenseParams& p, const Request& r, const Slice& slice, int row,
+                          float lse) {
+  if (row * GROUPS_PER_ROW >= slice.begin)
+    p.lse[(u64)r.flat_row + row] = lse * p.lse_scale;
+}
+
+// LSEs of a row on their way: of splits first, first + step, ...
+struct Lses {
+  float of[IN_FLIGHT];
+};
+
+DEVICE void load_lses(const DenseParams& p, const Request& r, const Sharing& h, const Slice& slice,
+                      int3 row_first_step, Lses& lses) {
+#pragma unroll
+  for (int i = 0; i < IN_FLIGHT; ++i) {
+    const int split = imin(row_first_step.y + row_first_step.z * i, h.splits - 1);
+    const int slot = slot_of_split(p, r, h, split);
+    lses.of[i] = load_fresh(partial_lse(p, slice.tile, slot, row_first_step.x));
+  }
+}
+
+// The LSEs that this thread weighs first, so that they come before the partials.
+DEVICE void load_first_lses(const DenseParams& p, const Request& r, const Sharing& h,
+                            const Slice& slice, Lses& lses) {
+  const int thread = threadIdx.x % MERGE_THREADS, last_row = (slice.end - 1) / GROUPS_PER_ROW;
+  const bool alone = h.splits <= IN_FLIGHT;
+  const int row = imin(slice.first_row + (alone ? thread : thread / 32), last_row);
+  load_lses(p, r, h, slice, make_int3(row, alone ? 0 : thread % 32, alone ? 1 : 32), lses);
+}
+
+// One warp: the weights of a row's splits, and its LSE. `lses`: the first, for the lanes.
 DEVICE void weigh_row(const DenseParams& p, const Request& r, const Sharing& h, const Slice& slice,
-                      int2 row_at) {
-  const int lane = threadIdx.x % 32, row = row_at.x;
-  float* weights = slice.weights + row_at.y * h.splits;
+                      int row, Lses& lses) {
+  const int lane = threadIdx.x % 32;
+  float* weights = slice.weights + (row - slice.first_row) * h.splits;
   float top = NEGATIVE_INFINITY, sum = 0.f;
+  bool spoilt = false;
 #pragma unroll 1
   for (int first = lane; first < h.splits; first += 32 * IN_FLIGHT) {
-    float lse[IN_FLIGHT];
+    if (first != lane) load_lses(p, r, h, slice, make_int3(row, first, 32), lses);
 #pragma unroll
     for (int i = 0; i < IN_FLIGHT; ++i) {
-      const int slot = slot_of_split(p, r, h, imin(first + 32 * i, h.splits - 1));
-      lse[i] = load_fresh(partial_lse(p, slice.tile, slot, row));
-    }
-#pragma unroll
-    for (int i = 0; i < IN_FLIGHT; ++i) {
-      const float usable = usable_lse(lse[i]);
-      top = fmaxf(top, usable);
-      if (first + 32 * i < h.splits) weights[first + 32 * i] = usable;
+      const float lse = lses.of[i];
+      spoilt |= lse != lse;
+      top = fmaxf(top, lse);
+      if (first + 32 * i < h.splits) weights[first + 32 * i] = lse;
     }
   }
   for (int d = 16; d > 0; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
@@ -119,52 +152,52 @@ DEVICE void weigh_row(const DenseParams& p, const Request& r, const Sharing& h, 
     sum += weights[i];
   }
   for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
-  const float inverse = sum > 0.f ? 1.f / sum : 0.f;
-  for (int i = lane; i < h.splits; i += 32) weights[i] *= inverse;
-  if (lane == 0 && row * GROUPS_PER_ROW >= slice.begin)
-    p.lse[(u64)r.flat_row + row] =
-        sum > 0.f ? (base + log2_fast(sum)) * p.lse_scale : NEGATIVE_INFINITY;
+  spoilt = __any_sync(~0u, spoilt);
+  const float share = share_of_weight(sum, spoilt);
+  for (int i = lane; i < h.splits; i += 32) weights[i] *= share;
+  if (lane == 0)
+    store_row_lse(p, r, slice, row, spoilt ? NOT_A_NUMBER : base + log2_fast(sum));
 }
 
 // The same for at most IN_FLIGHT splits, by one thread.
 DEVICE void weigh_row_alone(const DenseParams& p, const Request& r, const Sharing& h,
-                            const Slice& slice, int2 row_at) {
-  const int row = row_at.x;
+                            const Slice& slice, int row, const Lses& lses) {
   float lse[IN_FLIGHT], top = NEGATIVE_INFINITY, sum = 0.f;
+  bool spoilt = false;
 #pragma unroll
-  for (int i = 0; i < IN_FLIGHT; ++i)
-    lse[i] = load_fresh(
-        partial_lse(p, slice.tile, slot_of_split(p, r, h, imin(i, h.splits - 1)), row));
+  for (int i = 0; i < IN_FLIGHT; ++i) lse[i] = lses.of[i];
 #pragma unroll
   for (int i = 0; i < IN_FLIGHT; ++i) {
-    lse[i] = i < h.splits ? usable_lse(lse[i]) : NEGATIVE_INFINITY;
+    if (i >= h.splits) lse[i] = NEGATIVE_INFINITY;
+    spoilt |= lse[i] != lse[i];
     top = fmaxf(top, lse[i]);
   }
   const float base = top == NEGATIVE_INFINITY ? 0.f : top;
 #pragma unroll
   for (int i = 0; i < IN_FLIGHT; ++i) sum += lse[i] = exp2_fast(lse[i] - base);
-  const float inverse = sum > 0.f ? 1.f / sum : 0.f;
+  const float share = share_of_weight(sum, spoilt);
 #pragma unroll
   for (int i = 0; i < IN_FLIGHT; ++i)
-    if (i < h.splits) slice.weights[row_at.y * h.splits + i] = lse[i] * inverse;
-  if (row * GROUPS_PER_ROW >= slice.begin)
-    p.lse[(u64)r.flat_row + row] =
-        sum > 0.f ? (base + log2_fast(sum)) * p.lse_scale : NEGATIVE_INFINITY;
+    if (i < h.splits) slice.weights[(row - slice.first_row) * h.splits + i] = lse[i] * share;
+  store_row_lse(p, r, slice, row, spoilt ? NOT_A_NUMBER : base + log2_fast(sum));
 }
 
 // The slice's weights, one warp a row, or one thread where the splits are few.
 DEVICE void weigh_rows(const DenseParams& p, const Request& r, const Sharing& h,
-                       const Slice& slice) {
+                       const Slice& slice, Lses& lses) {
   const int last_row = (slice.end - 1) / GROUPS_PER_ROW;
   if (h.splits <= IN_FLIGHT) {
     const int row = slice.first_row + threadIdx.x % MERGE_THREADS;
-    if (row <= last_row) weigh_row_alone(p, r, h, slice, make_int2(row, row - slice.first_row));
+    if (row <= last_row) weigh_row_alone(p, r, h, slice, row, lses);
     named_barrier(1, MERGE_THREADS);
     return;
   }
-  for (int row = slice.first_row + threadIdx.x / 32 % (MERGE_THREADS / 32); row <= last_row;
-       row += MERGE_THREADS / 32)
-    weigh_row(p, r, h, slice, make_int2(row, row - slice.first_row));
+  const int first = slice.first_row + threadIdx.x / 32 % (MERGE_THREADS / 32);
+#pragma unroll 1
+  for (int row = first; row <= last_row; row += MERGE_THREADS / 32) {
+    if (row != first) load_lses(p, r, h, slice, make_int3(row, threadIdx.x % 32, 32), lses);
+    weigh_row(p, r, h, slice, row, lses);
+  }
   named_barrier(1, MERGE_THREADS);
 }
 
@@ -222,6 +255,8 @@ DEVICE void merge_pass(const DenseParams& p, const Request& r, const Sharing& h,
   const float* weights = slice.weights + (row - slice.first_row) * h.splits;
   float sum[GROUP_COLUMNS] = {};
   bool weigh = base == slice.begin;
+  Lses lses;
+  if (weigh) load_first_lses(p, r, h, slice, lses);
 #pragma unroll 1
   for (int split = thread >> slice.width, done = 0; done < h.splits; done += IN_FLIGHT * lanes) {
     Group g[IN_FLIGHT];
@@ -230,7 +265,7 @@ DEVICE void merge_pass(const DenseParams& p, const Request& r, const Sharing& h,
       const int slot = slot_of_split(p, r, h, imin(split + i * lanes, h.splits - 1));
       g[i] = load_group(partial_row(p, slice.tile, slot, row) + column);
     }
-    if (weigh) weigh_rows(p, r, h, slice);
+    if (weigh) weigh_rows(p, r, h, slice, lses);
     weigh = false;
 #pragma unroll
     for (int i = 0; i < IN_FLIGHT; ++i, split += lanes)
@@ -250,13 +285,13 @@ DEVICE void merge_pass(const DenseParams& p, const Request& r, const Sharing& h,
 
 // This block's slice of one request, where `part` of the request's blocks it is. `shared`: what the
 // ring of key blocks held.
-DEVICE void merge_slice(const DenseParams& p, const Request& r, const Sharing& h, int2 tile_part,
-                        char* shared) {
+DEVICE Slice slice_of(const DenseParams& p, const Request& r, const Sharing& h, int2 tile_part,
+                      char* shared) {
   const u32 all = r.rows * GROUPS_PER_ROW;
   const u32 each = (all + h.blocks - 1) / (u32)h.blocks;
-  const int end = umin(each * (tile_part.y + 1), all);
   Slice s;
   s.tile = tile_part.x;
+  s.end = umin(each * (tile_part.y + 1), all);
   s.begin = each * tile_part.y;
   s.width = 3;
   if (p.fixed_blocks)
@@ -265,10 +300,17 @@ DEVICE void merge_slice(const DenseParams& p, const Request& r, const Sharing& h
     while (s.width < 8 && (1u << s.width) < each) ++s.width;
   s.shares = (float*)shared;
   s.weights = (float*)(shared + MERGE_SHARES_BYTES);
-  const int rows = imax(MAX_MERGE_WEIGHTS / h.splits, 1);  // whose weights fit
+  s.rows = imax(MAX_MERGE_WEIGHTS / h.splits, 1);
+  s.first_row = s.begin / GROUPS_PER_ROW;
+  return s;
+}
+
+// Merges a slice, as many rows at once as have room for their weights.
+DEVICE void merge_slice(const DenseParams& p, const Request& r, const Sharing& h, Slice s) {
+  const int end = s.end;
   while (s.begin < end) {
     s.first_row = s.begin / GROUPS_PER_ROW;
-    s.end = imin(end, (s.first_row + rows) * GROUPS_PER_ROW);
+    s.end = imin(end, (s.first_row + s.rows) * GROUPS_PER_ROW);
     for (int base = s.begin; base < s.end; base += 1 << s.width) merge_pass(p, r, h, s, base);
     named_barrier(1, MERGE_THREADS);
     s.begin = s.end;

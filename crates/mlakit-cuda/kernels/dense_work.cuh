@@ -63,17 +63,6 @@ struct DenseParams {
   float lse_scale;          // ln 2 for natural results, 1 for base 2
 };
 
-// Range of units of one block of the grid, within one row tile.
-struct Schedule {
-  int begin;          // first unit
-  int end;            // one past the last
-  u32 each;           // units of every block but the last
-  u32 blocks;         // blocks that have work
-  int request;        // request of `begin`
-  int request_begin;  // its first unit
-  u32 pages;          // of the pool
-};
-
 // One request as one row tile sees it.
 struct Request {
   int index;
@@ -83,8 +72,18 @@ struct Request {
   int first_q_row;
   int q_rows;     // query rows of the request
   int flat_row;   // first (row, head) pair of the tile, in all rows of the batch
-  int rows;       // pairs of the tile: 1..TILE_ROWS
+  int rows;       // pairs of the tile: 0..TILE_ROWS; 0: no units
   bool clamped;   // the length given was out of bounds
+};
+
+// Range of units of one block of the grid, within one row tile.
+struct Schedule {
+  int begin;      // first unit
+  int end;        // one past the last
+  u32 each;       // units of every block but the last
+  u32 blocks;     // blocks that have work
+  u32 pages;      // of the pool
+  Request first;  // that of `begin`, if this block has work
 };
 
 // A contiguous run of blocks of one request: one partial result, or the whole of it.
@@ -110,7 +109,7 @@ DEVICE Request load_request(const DenseParams& p, int index, int tile) {
   r.kv_len = kept > covered ? (int)covered : kept;
   r.clamped = r.kv_len != given;
   r.flat_row = first_row * p.heads + tile * TILE_ROWS;
-  r.rows = imin(r.q_rows * p.heads - tile * TILE_ROWS, TILE_ROWS);
+  r.rows = imin(imax(r.q_rows * p.heads - tile * TILE_ROWS, 0), TILE_ROWS);
   int blocks = imax((r.kv_len + BLOCK_TOKENS - 1) / BLOCK_TOKENS, 1);
   int units = p.fixed_blocks ? (blocks + p.fixed_blocks - 1) / p.fixed_blocks : blocks;
   r.units = r.rows > 0 ? units : 0;
@@ -121,40 +120,71 @@ DEVICE Request load_request(const DenseParams& p, int index, int tile) {
 // The block whose range holds a unit.
 DEVICE int block_of_unit(const Schedule& s, int unit) { return (u32)unit / s.each; }
 
-// Run by one whole warp: the sum of the units, then the request of our first unit.
-DEVICE Schedule make_schedule(const DenseParams& p, int tile, int block, u32 grid_blocks) {
+// Of 32 requests from `base` on, each lane loads its own.
+DEVICE Request load_lane_request(const DenseParams& p, int base, int tile) {
+  const int index = base + threadIdx.x % 32;
+  Request r = {};
+  if (index < p.batch) r = load_request(p, index, tile);
+  return r;
+}
+
+// Run by one whole warp: the sum of the units, then the request of our first unit, whose lane
+// writes the schedule. The first block counts lengths out of bounds.
+DEVICE void make_schedule(const DenseParams& p, int tile, int block, u32 grid_blocks,
+                          Schedule& schedule) {
   const int lane = threadIdx.x % 32;
-  Schedule s = {0, 0, 0, 0, 0, 0, p.pool->pages};
-  int units = 0, before = 0;
-  u32 total = 0;
-  for (int base = 0; base < p.batch; base += 32) {
-    units = base + lane < p.batch ? load_request(p, base + lane, tile).units : 0;
-    total += __reduce_add_sync(~0u, (u32)units);
+  Schedule s = {0, 0, 0, 0, p.pool->pages, {}};
+  Request r = load_lane_request(p, 0, tile);
+  u32 total = __reduce_add_sync(~0u, (u32)r.units);
+  int clamped = r.clamped;
+#pragma unroll 1
+  for (int base = 32; base < p.batch; base += 32) {
+    const Request other = load_lane_request(p, base, tile);
+    total += __reduce_add_sync(~0u, (u32)other.units);
+    clamped += other.clamped;
   }
-  if (total == 0) return s;
-  s.each = (total + grid_blocks - 1) / grid_blocks;
-  s.blocks = (total + s.each - 1) / s.each;
-  if ((u32)block >= s.blocks) return s;
-  s.begin = block * s.each;
-  s.end = umin(s.begin + s.each, total);
-  for (int base = 0; base < p.batch; base += 32) {
-    if (p.batch > 32)
-      units = base + lane < p.batch ? load_request(p, base + lane, tile).units : 0;
-    int sum = units;
+  if (clamped && tile == 0 && block == 0) atomicAdd(p.faults, (u32)clamped);
+  if (total > 0) {
+    s.each = (total + grid_blocks - 1) / grid_blocks;
+    s.blocks = (total + s.each - 1) / s.each;
+    s.begin = umin(block * s.each, total);
+    s.end = umin(s.begin + s.each, total);
+  }
+  if (s.begin == s.end) {
+    if (lane == 0) schedule = s;
+    return;
+  }
+  int before = 0;
+#pragma unroll 1
+  for (int base = 0;; base += 32) {
+    if (base > 0) r = load_lane_request(p, base, tile);
+    int sum = before + r.units;
     for (int d = 1; d < 32; d *= 2) {
       const int other = __shfl_up_sync(~0u, sum, d);
-      if (lane >= d) sum += other;
+      if (lane >= d) sum += other - before;
     }
-    const u32 holds = __ballot_sync(~0u, s.begin < before + sum);
+    const u32 holds = __ballot_sync(~0u, s.begin < sum);
     if (holds) {
-      const int source = __ffs((int)holds) - 1;
-      s.request = base + source;
-      s.request_begin = before + __shfl_sync(~0u, sum - units, source);
-      return s;
+      s.first = r;
+      s.first.first_unit = sum - r.units;
+      if (lane == __ffs((int)holds) - 1) schedule = s;
+      return;
     }
-    before += __shfl_sync(~0u, sum, 31);
+    before = __shfl_sync(~0u, sum, 31);
   }
-  return s;
+}
+
+// The request after one, within a block's range; units is 0 where there is none.
+DEVICE void next_request(const DenseParams& p, const Schedule& s, int tile, Request& r) {
+  const int unit = r.first_unit + r.units;
+  do {
+    if (r.index + 1 >= p.batch || unit >= s.end) {
+      r.units = 0;
+      return;
+    }
+    r = load_request(p, r.index + 1, tile);
+  } while (r.units == 0);
+  r.first_unit = unit;
 }
 
 // How a request is shared: the blocks that hold a part of it, and the number of partials.
@@ -238,11 +268,20 @@ DEVICE Job make_job(const Request& r, const Segment& g) {
   return j;
 }
 
-// Keys that a row of the tile sees.
+// Keys that a row of the tile sees; 0 beyond the tile's rows.
 DEVICE int visible_keys(const DenseParams& p, const Job& j, int tile, int row) {
   if (row >= j.rows) return 0;
-  const int q_row = (tile * TILE_ROWS + row) / p.heads;
+  const int q_row = (u32)(tile * TILE_ROWS + row) / (u32)p.heads;
   int visible = j.kv_len - (j.q_rows - 1 - q_row);
   if (p.row_kv_lens) visible = p.row_kv_lens[j.first_q_row + q_row];
   return imin(imax(visible, 0), j.kv_len);
+}
+
+// One warp: the keys that every row of the tile sees, from the first on.
+DEVICE int keys_seen_by_all(const DenseParams& p, const Job& j, int tile) {
+  int least = j.kv_len;
+#pragma unroll 1
+  for (int row = threadIdx.x % 32; row < j.rows; row += 32)
+    least = imin(least, visible_keys(p, j, tile, row));
+  return __reduce_min_sync(~0u, least);
 }

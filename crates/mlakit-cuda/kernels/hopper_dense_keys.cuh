@@ -1,14 +1,15 @@
 // Dense decode on Hopper: shared memory, the ring of key blocks and the producer that fills it.
 //
-// Ring: a key block is BOXES boxes of 64 keys x 64 elements (8 KiB, rows of 128 swizzled bytes),
-// each with its own full barrier, so products begin with the first box. The weights of a block
-// overwrite its last box, which the value product does not need (widths with no such box have their
-// own). Boxes are given back in parts of 128 columns, those of the left value half by group 1, of
-// the right by group 2, and taken by producer and scores in that order: the first part of each
-// half, the second of each, the rest of the key.
+// Ring: a key block is BOXES boxes of 64 keys x 64 elements (8 KiB, rows of 128 swizzled bytes).
+// They are filled two at a time, each time with a full barrier of their own, so products begin with
+// the first two. The weights of a block overwrite its last box, which the value product does not
+// need (widths with no such box have their own). Boxes are given back in parts of 128 columns,
+// those of each half by the group that multiplies its values, and taken by producer and scores in
+// that order: the first part of each half, the second of each, the rest of the key.
 //
 // The producer divides the work, looks up page ids ahead of their use and copies the boxes: one
-// warp with tensor maps (page sizes of a multiple of 16), or four with cp.async (any page size).
+// warp with tensor maps (page sizes of a multiple of 16), or all of its warps with cp.async (any
+// page size).
 
 #ifndef USE_TENSOR_MAP
 #define USE_TENSOR_MAP 1
@@ -21,6 +22,8 @@ constexpr int VALUE_BOXES = VALUE_WIDTH / BOX_ELEMENTS;
 constexpr int HALF_BOXES = VALUE_BOXES / 2;
 constexpr int PART_BOXES = HALF_BOXES >= 2 ? 2 : 1;  // given back together
 constexpr int HALF_PARTS = HALF_BOXES / PART_BOXES;
+// A slot is filled part by part, the parts of both halves in turn, then the rest of the key.
+constexpr int FILLS = 2 * HALF_PARTS + (BOXES > VALUE_BOXES);
 constexpr int STAGE_BOXES = BOXES > VALUE_BOXES ? BOXES : VALUE_BOXES + 1;
 constexpr int WEIGHT_BOX = STAGE_BOXES - 1;
 constexpr int STAGE_BYTES = STAGE_BOXES * BOX_BYTES;
@@ -32,32 +35,44 @@ constexpr int FITTING_STAGES = (MAX_SHARED_BYTES - 1024 - STATE_BYTES - QUERY_BY
 constexpr int STAGES = FITTING_STAGES > 4 ? 4 : FITTING_STAGES;
 constexpr int SHARED_BYTES = 1024 + QUERY_BYTES + STAGES * STAGE_BYTES + STATE_BYTES;
 constexpr int JOBS = STAGES + 2;  // no role can be further ahead: every job has a key block
+// Narrow tiles have a group for scores and two for values. Wide tiles have two groups for both.
+constexpr int SCORE_GROUPS = NARROW ? 1 : 2;
+constexpr int SCORE_THREADS = 128 * SCORE_GROUPS;
 constexpr int VALUE_THREADS = 256;
-constexpr int THREADS = 512;
-// Registers a thread of each role, 512 together; where nothing spills.
-constexpr int SCORE_REGISTERS = 120;
-constexpr int VALUE_REGISTERS = 160;
-constexpr int PRODUCER_REGISTERS = 72;
-constexpr int VALUE_THREAD = 128;     // the first of the value groups
-constexpr int PRODUCER_THREAD = 384;  // the first of the producer
-constexpr int FULL_ARRIVALS = USE_TENSOR_MAP ? 1 : 128;
-constexpr int FIRST_ARRIVALS = USE_TENSOR_MAP ? 1 : 256;  // the first box also carries validity
+constexpr int PRODUCER_WARPS = 4;
+constexpr int PRODUCER_THREADS = 32 * PRODUCER_WARPS;
+constexpr int VALUE_THREAD = NARROW ? SCORE_THREADS : 0;       // the first of the value groups
+constexpr int PRODUCER_THREAD = VALUE_THREAD + VALUE_THREADS;  // the first of the producer
+constexpr int THREADS = PRODUCER_THREAD + PRODUCER_THREADS;
+// Registers a thread of each role, where nothing spills. Narrow: 120 for scores, 160, 160 and 72,
+// of 128 at launch. Wide: 224, 224 and 56, of 168 at launch.
+constexpr int VALUE_REGISTERS = NARROW ? 160 : 224;
+constexpr int PRODUCER_REGISTERS = NARROW ? 72 : 56;
+constexpr int FULL_ARRIVALS = USE_TENSOR_MAP ? 1 : PRODUCER_THREADS;
+constexpr int FIRST_ARRIVALS = USE_TENSOR_MAP ? 1 : 2 * PRODUCER_THREADS;  // and validity's
 static_assert(STAGES >= 2, "the ring needs two key blocks");
 static_assert(BOXES >= VALUE_BOXES, "the value is a part of the key");
 static_assert(MERGE_SHARES_BYTES + MAX_MERGE_WEIGHTS * 4 <= STAGES * STAGE_BYTES, "merge space");
 
 struct State {
-  u64 full[STAGES][BOXES];
-  u64 empty[STAGES][2 * HALF_PARTS];  // of a part, by the warps of the value group of its columns
-  u64 weighted[STAGES];    // the block's weights and factors are written
+  u64 full[STAGES][FILLS];
+  u64 empty[STAGES][2 * HALF_PARTS];  // of a part, by the warps of the value groups of its columns
+  u64 weighted[STAGES];               // the block's weights and factors are written
+  u64 topped[2][4];                   // wide tiles: a warp's `handed_top` is written
   u64 job_ready[JOBS];
-  u64 published[JOBS];  // a job's inverse and lse are written
+  u64 published[JOBS];  // narrow tiles: a job's inverses and LSEs are written
   Job jobs[JOBS];
   Schedule schedule;
   alignas(16) u32 valid[STAGES][4];  // a byte of four bits for four keys: 0 where there is no page
-  float factor[STAGES][TILE_ROWS];   // what the block's maximum scales earlier sums by
-  float inverse[JOBS][TILE_ROWS];
-  float lse[JOBS][TILE_ROWS];        // base 2
+  float factor[STAGES][TILE_ROWS];   // what the block's maximum scales earlier outputs by
+  // Wide tiles: the running maximum, from one score group to the other; and each group's
+  // denominators of a job and the maxima they are relative to (base-2 units), of two jobs in turn.
+  float handed_top[2][NARROW ? 1 : TILE_ROWS];
+  float sum[2][2][NARROW ? 1 : TILE_ROWS];
+  float top[2][2][NARROW ? 1 : TILE_ROWS];
+  // Narrow tiles: a job's results.
+  float inverse[JOBS][NARROW ? TILE_ROWS : 1];
+  float lse[JOBS][NARROW ? TILE_ROWS : 1];  // base 2
   float warp_top[2][4][NARROW ? TILE_ROWS : 1];  // narrow tiles: a block's maxima by warp
   float warp_sum[4][NARROW ? TILE_ROWS : 1];     // narrow tiles: denominators by warp
 };
@@ -70,6 +85,7 @@ struct Block {
   u32 queries;  // shared address
   u32 ring;     // shared address
   int tile;
+  int half;  // of the columns, in the value groups
 };
 
 struct Ring {
@@ -98,18 +114,25 @@ DEVICE int counter_index(const Block& b, const Request& r) {
   return (b.tile * b.params->batch + r.index) * 2;
 }
 
-// Parts are taken from both halves in turn.
+// Parts are filled from both halves in turn.
 DEVICE constexpr int part_of_step(int step) { return step % 2 * HALF_PARTS + step / 2; }
+
+DEVICE constexpr int boxes_of_fill(int fill) {
+  return fill < 2 * HALF_PARTS ? PART_BOXES : BOXES - VALUE_BOXES;
+}
+
+DEVICE constexpr int box_of_fill(int fill, int n) {
+  return fill < 2 * HALF_PARTS ? part_of_step(fill) * PART_BOXES + n : VALUE_BOXES + n;
+}
 
 // 16-byte chunk of a row of a swizzled box.
 DEVICE u32 swizzled(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
-
 
 // ---- producer: page ids, boxes, the ring ------------------------------------------------------
 
 DEVICE void initialise_barriers(const Block& b) {
   for (int s = 0; s < STAGES; ++s) {
-    for (int i = 0; i < BOXES; ++i) 
+    for (int i = 0; i < FILLS; ++i)
       mbarrier_init(shared_address(&b.state->full[s][i]), i == 0 ? FIRST_ARRIVALS : FULL_ARRIVALS);
     for (int i = 0; i < 2 * HALF_PARTS; ++i)
       mbarrier_init(shared_address(&b.state->empty[s][i]), 4);
@@ -119,6 +142,7 @@ DEVICE void initialise_barriers(const Block& b) {
     mbarrier_init(shared_address(&b.state->job_ready[i]), 1);
     mbarrier_init(shared_address(&b.state->published[i]), 4);
   }
+  for (int i = 0; i < 8; ++i) mbarrier_init(shared_address(&b.state->topped[i / 4][i % 4]), 1);
   mbarrier_init_fence();
 }
 
@@ -155,10 +179,6 @@ DEVICE PageRun finish_lookup(const Block& b, const Lookup& l) {
   return {(int)pages, l.offset};
 }
 
-DEVICE void count_clamped(const Block& b, const Schedule& s, const Request& r) {
-  if (r.clamped && b.tile == 0 && r.first_unit >= s.begin) atomicAdd(b.params->faults, 1u);
-}
-
 DEVICE void hand_over_job(const Block& b, const Job& job, Ring& jobs) {
   if (threadIdx.x == PRODUCER_THREAD) {
     b.state->jobs[jobs.stage] = job;
@@ -167,62 +187,88 @@ DEVICE void hand_over_job(const Block& b, const Job& job, Ring& jobs) {
   advance<JOBS>(jobs);
 }
 
+// Where a segment is among those of its request in this block.
+struct SegmentPlace {
+  bool first;
+  bool last;
+};
+
+DEVICE Job job_of_segment(const Block& b, const Schedule& s, const Request& r, const Segment& g,
+                          const SegmentPlace& place) {
+  const DenseParams& p = *b.params;
+  const Sharing h = sharing_of(p, s, r);
+  Job job = make_job(r, g);
+  const int split = p.fixed_blocks ? g.split : block_index(b) - h.first_block;
+  if (h.splits > 1) job.slot = slot_of_split(p, r, h, split);
+  if (h.splits > 1 && place.last) job.counter = counter_index(b, r);
+  // Those of the block's first request are loaded when its schedule is known.
+  job.new_queries = place.first && r.index != s.first.index;
+  return job;
+}
+
 // Waits until the part of the given step of a slot was given back.
 DEVICE void await_part(const Block& b, const Ring& ring, int step) {
-  mbarrier_wait(shared_address(&b.state->empty[ring.stage][part_of_step(step)]), ring.parity ^ 1);
+  const u32 empty = shared_address(&b.state->empty[ring.stage][part_of_step(step)]);
+  mbarrier_wait(empty, ring.parity ^ 1);
 }
 
 #if USE_TENSOR_MAP
 
-// One lane's box of a ring slot. `runs` has the pages of the block's keys, `subs` of them.
-DEVICE void issue_box(const Block& b, const Ring& ring, const PageRun (&runs)[4], u64 policy) {
-  const DenseParams& p = *b.params;
-  const int box = threadIdx.x % 32;
-  const u32 full = shared_address(&b.state->full[ring.stage][box]);
-  u32 destination = stage_address(b, ring.stage) + box * BOX_BYTES;
-  mbarrier_arrive_expect(full, BOX_BYTES);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (i * p.box_tokens >= BLOCK_TOKENS) break;
-    copy_box(destination, p.pool->tensor_map, {box * BOX_ELEMENTS, runs[i].offset, runs[i].page},
-             full, policy);
-    destination += p.box_tokens * 128;
-  }
+// The pages of a key block: the runs sit in the warp's lanes from `at` on.
+struct BlockRuns {
+  PageRun first;
+  const PageRun* lane;
+  int at;
+};
+
+DEVICE PageRun run_of_block(const BlockRuns& runs, int i) {
+  return {__shfl_sync(~0u, runs.lane->page, runs.at + i),
+          __shfl_sync(~0u, runs.lane->offset, runs.at + i)};
 }
 
-// Fills a ring slot: lane l copies box l, as soon as the value group of its columns gave it back.
-// The runs of the block's keys sit in the warp's lanes from `first` on.
-DEVICE void issue_block(const Block& b, const Ring& ring, const PageRun& run, int first,
-                        u64 policy) {
-  State& state = *b.state;
-  const int lane = threadIdx.x % 32;
-  PageRun runs[4];
+// The boxes of one fill of a ring slot, once they were given back. WHOLE: a box is one run.
+template <bool WHOLE>
+DEVICE void issue_fill(const Block& b, const Ring& ring, int fill, const BlockRuns& runs,
+                       u64 policy) {
+  const int tokens = WHOLE ? BLOCK_TOKENS : b.params->box_tokens;
+  const u32 full = shared_address(&b.state->full[ring.stage][fill]);
+  if (fill < 2 * HALF_PARTS) await_part(b, ring, fill);
+  mbarrier_arrive_expect(full, boxes_of_fill(fill) * BOX_BYTES);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    runs[i].page = __shfl_sync(~0u, run.page, first + i);
-    runs[i].offset = __shfl_sync(~0u, run.offset, first + i);
-  }
-  await_part(b, ring, 0);
-  if (lane == 0)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int tokens = b.params->box_tokens;
-      const int page = tokens == 64 ? runs[0].page : tokens == 32 ? runs[i / 2].page : runs[i].page;
-      state.valid[ring.stage][i] = page < (int)state.schedule.pages ? 0x0f0f0f0f : 0;
+  for (int n = 0; n < boxes_of_fill(fill); ++n) {
+    const int box = box_of_fill(fill, n);
+    u32 destination = stage_address(b, ring.stage) + box * BOX_BYTES;
+    for (int key = 0, i = 0; key < BLOCK_TOKENS; key += tokens, ++i) {
+      const PageRun run = WHOLE ? runs.first : run_of_block(runs, i);
+      copy_box(destination, b.params->pool->tensor_map,
+               {box * BOX_ELEMENTS, run.offset, run.page}, full, policy);
+      destination += tokens * 128;
     }
-#pragma unroll
-  for (int step = 0; step < 2 * HALF_PARTS; ++step) {
-    await_part(b, ring, step);
-    if (lane < VALUE_BOXES && lane / PART_BOXES == part_of_step(step))
-      issue_box(b, ring, runs, policy);
   }
-  if (lane >= VALUE_BOXES && lane < BOXES) issue_box(b, ring, runs, policy);
-  __syncwarp();
 }
 
-// Page ids are looked up for 32 boxes at a time, one batch ahead.
-DEVICE void produce_segment(const Block& b, const Request& r, const Segment& g, const Job& job,
-                            Rings& rings) {
+// Fills a ring slot.
+DEVICE void issue_block(const Block& b, const Ring& ring, const BlockRuns& runs, u64 policy) {
+  State& state = *b.state;
+  const int word = threadIdx.x % 4;
+  const PageRun run = run_of_block(runs, word * 16 / b.params->box_tokens);
+  await_part(b, ring, 0);
+  if (threadIdx.x % 32 < 4)
+    state.valid[ring.stage][word] = run.page < (int)state.schedule.pages ? 0x0f0f0f0f : 0;
+  __syncwarp();
+  if (b.params->box_tokens == BLOCK_TOKENS) {
+#pragma unroll
+    for (int fill = 0; fill < FILLS; ++fill) issue_fill<true>(b, ring, fill, runs, policy);
+  } else {
+#pragma unroll 1
+    for (int fill = 0; fill < FILLS; ++fill) issue_fill<false>(b, ring, fill, runs, policy);
+  }
+}
+
+// Page ids are looked up for 32 boxes at a time, one batch ahead. The first copies are on their way
+// before the other roles hear of the segment.
+DEVICE void produce_segment(const Block& b, const Schedule& s, const Request& r, const Segment& g,
+                            const SegmentPlace& place, Rings& rings) {
   const DenseParams& p = *b.params;
   const int lane = threadIdx.x % 32;
   const int box_tokens = p.box_tokens;
@@ -231,33 +277,40 @@ DEVICE void produce_segment(const Block& b, const Request& r, const Segment& g, 
   const int token = g.first_block * BLOCK_TOKENS + lane * box_tokens;
   const int end = imin((g.first_block + g.blocks) * BLOCK_TOKENS, r.kv_len);
   Lookup ahead = begin_lookup(b, r, end, token);
-  hand_over_job(b, job, rings.jobs);
   for (int base = 0; base < g.blocks; base += batch_blocks) {
     const PageRun run = finish_lookup(b, ahead);
     const int next = base + batch_blocks;
     ahead = begin_lookup(b, r, end, token + next * BLOCK_TOKENS);
     for (int i = 0; i < batch_blocks && base + i < g.blocks; ++i) {
-      issue_block(b, rings.keys, run, i * subs, policy);
+      BlockRuns runs = {{0, 0}, &run, i * subs};
+      runs.first = run_of_block(runs, 0);
+      issue_block(b, rings.keys, runs, policy);
       advance<STAGES>(rings.keys);
+      if (base + i == 0) hand_over_job(b, job_of_segment(b, s, r, g, place), rings.jobs);
     }
   }
 }
 
 #else
 
-// Each thread copies 16 bytes of four keys in every box: keys thread / 8 + 16 i, chunk thread % 8.
+constexpr int STEP_KEYS = PRODUCER_THREADS / 8;
+constexpr int THREAD_KEYS = BLOCK_TOKENS / STEP_KEYS;
+
+// Each thread copies 16 bytes of some keys in every box: keys thread / 8 + STEP_KEYS i, chunk
+// thread % 8.
 struct Sources {
-  const char* key[4];  // null where there is nothing to read
+  const char* key[THREAD_KEYS];  // null where there is nothing to read
 };
 
 DEVICE Sources find_sources(const Block& b, const Request& r, int token) {
   const PoolView* pool = b.params->pool;
-  Lookup lookup[4];
+  Lookup lookup[THREAD_KEYS];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) lookup[i] = begin_lookup(b, r, r.kv_len, token + 16 * i);
+  for (int i = 0; i < THREAD_KEYS; ++i)
+    lookup[i] = begin_lookup(b, r, r.kv_len, token + STEP_KEYS * i);
   Sources source;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < THREAD_KEYS; ++i) {
     const PageRun run = finish_lookup(b, lookup[i]);
     source.key[i] = run.page < (int)b.state->schedule.pages
                         ? pool->base + (u64)run.page * pool->page_stride_bytes +
@@ -268,46 +321,45 @@ DEVICE Sources find_sources(const Block& b, const Request& r, int token) {
 }
 
 DEVICE void copy_keys(const Block& b, const Ring& ring, const Sources& source, int box) {
-  const int thread = threadIdx.x % 128, chunk = thread % 8;
+  const int thread = threadIdx.x % PRODUCER_THREADS, chunk = thread % 8;
   const u32 destination = stage_address(b, ring.stage) + box * BOX_BYTES;
   const bool inside = box * BOX_ELEMENTS + chunk * 8 < QK_WIDTH;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < THREAD_KEYS; ++i) {
     const char* from = source.key[i];
     const bool valid = from != nullptr && inside;
-    copy_16(destination + swizzled(thread / 8 + 16 * i, chunk),
+    copy_16(destination + swizzled(thread / 8 + STEP_KEYS * i, chunk),
             valid ? from + box * 128 : b.params->q, valid);
   }
-  copy_16_arrive(shared_address(&b.state->full[ring.stage][box]));
 }
 
 DEVICE void issue_block(const Block& b, const Ring& ring, const Sources& source) {
-  const int thread = threadIdx.x % 128;
+  const int thread = threadIdx.x % PRODUCER_THREADS;
   State& state = *b.state;
   await_part(b, ring, 0);
   // Lanes 0, 8, 16 and 24 speak for four neighbouring keys: one byte of the validity words.
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < THREAD_KEYS; ++i) {
     const u32 lanes = __ballot_sync(~0u, source.key[i] != nullptr);
     if (thread % 32 == 0)
-      ((unsigned char*)&state.valid[ring.stage][i])[thread / 32] =
+      ((unsigned char*)state.valid[ring.stage])[i * PRODUCER_WARPS + thread / 32] =
           (lanes & 1) | (lanes >> 7 & 2) | (lanes >> 14 & 4) | (lanes >> 21 & 8);
   }
   mbarrier_arrive(shared_address(&state.full[ring.stage][0]));
 #pragma unroll 1
-  for (int step = 0; step < 2 * HALF_PARTS; ++step) {
-    await_part(b, ring, step);
-    for (int i = 0; i < PART_BOXES; ++i)
-      copy_keys(b, ring, source, part_of_step(step) * PART_BOXES + i);
+  for (int fill = 0; fill < FILLS; ++fill) {
+    if (fill < 2 * HALF_PARTS) await_part(b, ring, fill);
+    for (int n = 0; n < boxes_of_fill(fill); ++n)
+      copy_keys(b, ring, source, box_of_fill(fill, n));
+    copy_16_arrive(shared_address(&state.full[ring.stage][fill]));
   }
-  for (int box = VALUE_BOXES; box < BOXES; ++box) copy_keys(b, ring, source, box);
 }
 
 // Page ids are looked up one block ahead.
-DEVICE void produce_segment(const Block& b, const Request& r, const Segment& g, const Job& job,
-                            Rings& rings) {
-  hand_over_job(b, job, rings.jobs);
-  const int token = g.first_block * BLOCK_TOKENS + threadIdx.x % 128 / 8;
+DEVICE void produce_segment(const Block& b, const Schedule& s, const Request& r, const Segment& g,
+                            const SegmentPlace& place, Rings& rings) {
+  hand_over_job(b, job_of_segment(b, s, r, g, place), rings.jobs);
+  const int token = g.first_block * BLOCK_TOKENS + threadIdx.x % PRODUCER_THREADS / 8;
   Sources ahead = find_sources(b, r, token);
   for (int i = 0; i < g.blocks; ++i) {
     const Sources now = ahead;
@@ -320,19 +372,13 @@ DEVICE void produce_segment(const Block& b, const Request& r, const Segment& g, 
 #endif
 
 DEVICE void produce_request(const Block& b, const Schedule& s, const Request& r, Rings& rings) {
-  const DenseParams& p = *b.params;
-  const Sharing h = sharing_of(p, s, r);
   SegmentWalk walk = walk_segments(s, r);
   Segment g;
-  bool first = true;
-  while (next_segment(p, r, walk, g)) {
-    Job job = make_job(r, g);
-    const int split = p.fixed_blocks ? g.split : block_index(b) - h.first_block;
-    if (h.splits > 1) job.slot = slot_of_split(p, r, h, split);
-    if (h.splits > 1 && walk.unit >= walk.end) job.counter = counter_index(b, r);
-    job.new_queries = first;
-    first = false;
-    produce_segment(b, r, g, job, rings);
+  SegmentPlace place = {true, false};
+  while (next_segment(*b.params, r, walk, g)) {
+    place.last = walk.unit >= walk.end;
+    produce_segment(b, s, r, g, place, rings);
+    place.first = false;
   }
 }
 
@@ -340,8 +386,7 @@ DEVICE void produce_request(const Block& b, const Schedule& s, const Request& r,
 DEVICE void divide_work(const Block& b) {
   const DenseParams& p = *b.params;
   if (USE_TENSOR_MAP) prefetch_tensor_map(p.pool->tensor_map);
-  const Schedule s = make_schedule(p, b.tile, block_index(b), gridDim.x / p.tiles);
-  if (threadIdx.x == PRODUCER_THREAD) b.state->schedule = s;
+  make_schedule(p, b.tile, block_index(b), gridDim.x / p.tiles, b.state->schedule);
   if (USE_TENSOR_MAP) tensor_map_acquire(p.pool->tensor_map);
 }
 
@@ -350,14 +395,8 @@ DEVICE void produce(const Block& b) {
   const DenseParams& p = *b.params;
   const Schedule s = b.state->schedule;
   Rings rings = {{0, 0}, {0, 0}};
-  int first_unit = s.request_begin;
-  for (int index = s.request; index < p.batch && first_unit < s.end; ++index) {
-    Request r = load_request(p, index, b.tile);
-    r.first_unit = first_unit;
-    first_unit += r.units;
-    if (threadIdx.x == PRODUCER_THREAD) count_clamped(b, s, r);
-    if (r.units > 0) produce_request(b, s, r, rings);
-  }
+  for (Request r = s.first; r.units > 0; next_request(p, s, b.tile, r))
+    produce_request(b, s, r, rings);
   Job none = {};
   hand_over_job(b, none, rings.jobs);
   if (!USE_TENSOR_MAP) copy_16_wait_all();
@@ -373,45 +412,82 @@ DEVICE Job take_job(const Block& b, const Ring& jobs) {
 
 // ---- what both tile shapes share ----------------------------------------------------------------
 
-// Copies the tile's queries into shared memory, in the layout of the key boxes. Rows beyond the
-// tile's keep what was there: they reach no other row and are never stored.
-DEVICE void load_queries(const Block& b, const Job& j) {
+// Starts to copy the tile's queries into shared memory, in the layout of the key boxes. Rows beyond
+// the tile's keep what was there: they reach no other row and are never stored.
+DEVICE void begin_queries(const Block& b, const Job& j) {
   constexpr int CHUNKS = BOXES * 8;
-  named_barrier(2, 128);  // no warp may still read the last ones
+  named_barrier(2, SCORE_THREADS);  // no warp may still read the last ones
   const char* q = b.params->q + (u64)j.flat_row * (QK_WIDTH * 2);
 #pragma unroll 3
-  for (int i = threadIdx.x; i < j.rows * CHUNKS; i += 128) {
+  for (int i = threadIdx.x; i < j.rows * CHUNKS; i += SCORE_THREADS) {
     const int row = i / CHUNKS, chunk = i % CHUNKS;
     const bool inside = chunk * 8 < QK_WIDTH;
     copy_16(b.queries + chunk / 8 * QUERY_BOX_BYTES + swizzled(row, chunk % 8),
             inside ? q + (u64)row * (QK_WIDTH * 2) + chunk * 16 : q, inside);
   }
-  copy_16_wait_all();
-  fence_async_proxy();
-  named_barrier(2, 128);
 }
 
-// Zeroes the values of keys past the request's end: their weight is 0, but 0 * NaN is not.
-DEVICE void clear_values(u32 keys, int first_row) {
-  for (int i = threadIdx.x; i < (BLOCK_TOKENS - first_row) * VALUE_BOXES * 8; i += 128) {
-    const int row = first_row + i / (VALUE_BOXES * 8), chunk = i % (VALUE_BOXES * 8);
-    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(
-                     keys + chunk / 8 * BOX_BYTES + row * 128 + chunk % 8 * 16),
-                 "r"(0)
-                 : "memory");
+DEVICE void finish_queries() {
+  copy_16_wait_all();
+  fence_async_proxy();
+  named_barrier(2, SCORE_THREADS);
+}
+
+// Two BF16 with those that are not finite replaced by 0.
+DEVICE u32 finite_pair(u32 pair) {
+  if ((pair & 0x7f80) == 0x7f80) pair &= 0xffff0000u;
+  if ((pair & 0x7f800000) == 0x7f800000) pair &= 0xffff;
+  return pair;
+}
+
+// Zeroes what is not finite in the values of the keys from `first` on, which some row of the tile
+// does not see: its weight there is 0, but 0 * NaN is not. (A row that sees such a key is NaN by
+// its score.) By the group that did the block's scores, after all of its warps are done with them.
+DEVICE void clear_values(u32 keys, int first) {
+  constexpr int CHUNKS = VALUE_BOXES * 8;
+  for (int i = threadIdx.x % 128; i < (BLOCK_TOKENS - first) * CHUNKS; i += 128) {
+    const int key = first + i / CHUNKS, chunk = i % CHUNKS;
+    const u32 at = keys + chunk / 8 * BOX_BYTES + key * 128 + chunk % 8 * 16;
+    const uint4 was = load_shared_16(at);
+    const uint4 kept = make_uint4(finite_pair(was.x), finite_pair(was.y), finite_pair(was.z),
+                                  finite_pair(was.w));
+    if ((was.x ^ kept.x) | (was.y ^ kept.y) | (was.z ^ kept.z) | (was.w ^ kept.w))
+      store_shared_16(at, kept);
   }
 }
 
-DEVICE int value_half() { return threadIdx.x / 128 - 1; }
+// Hands a block's weights over to the value groups. `seen_by_all`: keys that all rows see.
+DEVICE void hand_over_weights(const Block& b, const Ring& ring, int first_key, int seen_by_all) {
+  if (first_key + BLOCK_TOKENS > seen_by_all)
+    clear_values(stage_address(b, ring.stage), imax(seen_by_all - first_key, 0));
+  fence_async_proxy();
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&b.state->weighted[ring.stage]));
+}
+
+// What a segment's row is scaled by in the end, and its LSE in base 2.
+struct RowResult {
+  float inverse;  // 0: no key; NaN: a score was not finite
+  float lse;
+};
+
+// `sum` is relative to `top`.
+DEVICE RowResult finish_row(float sum, float top) {
+  const bool number = sum > 0.f && sum < -NEGATIVE_INFINITY;
+  const float lse = top + log2_fast(sum);
+  return {number ? reciprocal_fast(sum) : sum == 0.f ? 0.f : NOT_A_NUMBER,
+          number ? lse : sum == 0.f ? NEGATIVE_INFINITY : NOT_A_NUMBER};
+}
 
 // Tells the producer that this warp is done with a part of its group's half of a slot.
 DEVICE void give_back_part(const Block& b, const Ring& ring, int part) {
-  if (threadIdx.x % 32 == 0)
-    mbarrier_arrive(
-        shared_address(&b.state->empty[ring.stage][value_half() * HALF_PARTS + part]));
+  const u32 empty = shared_address(&b.state->empty[ring.stage][b.half * HALF_PARTS + part]);
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);
 }
 
-// The box that scores take i-th: in the order in which boxes are filled.
-DEVICE constexpr int box_of_turn(int i) {
-  return i < VALUE_BOXES ? part_of_step(i / PART_BOXES) * PART_BOXES + i % PART_BOXES : i;
+// Counts this block in the request's counter, after its last partial of the request.
+DEVICE void announce_partials(const Block& b, const Job& job) {
+  if (job.counter < 0) return;
+  named_barrier(1, VALUE_THREADS);
+  if (threadIdx.x == VALUE_THREAD) add_release(b.params->counters + job.counter, 1);
 }

@@ -22,18 +22,21 @@ static_assert(VALUE_WIDTH == 512, "a thread's eight outputs of a row are one gro
 // ---- scores and softmax (group 0) ---------------------------------------------------------------
 
 constexpr int SCORES = 8;  // 64 keys x 16 pairs over 128 threads
+constexpr int SCORE_REGISTERS = 120;
 
 // The four pairs of the tile that a thread of group 0 holds, for keys lane / 4 and lane / 4 + 8 of
 // its warp's 16: score [pair, key] is register 4 (pair / 2) + 2 key + pair % 2.
 struct Rows {
-  int visible[4];  // keys that the pair sees; 0 beyond the tile's pairs
-  float top[4];    // running maximum, base-2 units
-  float sum[4];    // this thread's share of the softmax denominator, relative to top
+  int visible[4];   // keys that the pair sees; 0 beyond the tile's pairs
+  int seen_by_all;  // keys that every pair of the tile sees
+  float top[4];     // running maximum, base-2 units
+  float sum[4];     // this thread's share of the softmax denominator, relative to top
 };
 
 DEVICE int tile_row(int pair) { return pair / 2 * 8 + threadIdx.x % 4 * 2 + pair % 2; }
 
 DEVICE void start_rows(const Block& b, const Job& j, Rows& rows) {
+  rows.seen_by_all = keys_seen_by_all(*b.params, j, b.tile);
 #pragma unroll
   for (int c = 0; c < 4; ++c) rows.visible[c] = visible_keys(*b.params, j, b.tile, tile_row(c));
 }
@@ -47,17 +50,19 @@ DEVICE void reset_rows(Rows& rows) {
 }
 
 DEVICE void score_block(const Block& b, const Ring& ring, float (&s)[SCORES]) {
-  const u32 keys = stage_address(b, ring.stage);
+  const Operand queries = operand(b.queries, 1024, 16);
+  const Operand keys = operand(stage_address(b, ring.stage), 1024, 16);
   wgmma_fence();
 #pragma unroll
-  for (int i = 0; i < BOXES; ++i) {
-    const int box = box_of_turn(i);
-    mbarrier_wait(shared_address(&b.state->full[ring.stage][box]), ring.parity);
+  for (int fill = 0; fill < FILLS; ++fill) {
+    mbarrier_wait(shared_address(&b.state->full[ring.stage][fill]), ring.parity);
     if (!USE_TENSOR_MAP) fence_async_proxy();
 #pragma unroll
-    for (int k = 0; k < 4; ++k)
-      wgmma_64x16(s, operand(keys + box * BOX_BYTES + k * 32, 1024, 16),
-                  operand(b.queries + box * QUERY_BOX_BYTES + k * 32, 1024, 16), i + k);
+    for (int i = 0; i < boxes_of_fill(fill) * 4; ++i) {
+      const int box = box_of_fill(fill, i / 4), k = i % 4;
+      wgmma_64x16(s, further(keys, box * BOX_BYTES + k * 32),
+                  further(queries, box * QUERY_BOX_BYTES + k * 32), fill + i);
+    }
   }
   wgmma_commit();
   wgmma_wait<0>();
@@ -108,6 +113,7 @@ DEVICE void raise_tops(const Block& b, const Ring& ring, const float (&s)[SCORES
   }
 }
 
+// Softmax of one block against the running maximum; leaves weights and factors in shared memory.
 DEVICE void weigh_block(const Block& b, const Ring& ring, int first_key, Rows& rows,
                         float (&s)[SCORES]) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -123,7 +129,7 @@ DEVICE void weigh_block(const Block& b, const Ring& ring, int first_key, Rows& r
     float& second = s[c / 2 * 4 + c % 2 + 2];
     first = exp2_fast(fmaf(first, scale, -base));
     second = exp2_fast(fmaf(second, scale, -base));
-    rows.sum[c] = rows.sum[c] * factor[c] + (first + second);
+    rows.sum[c] *= factor[c];
   }
   // Tiles: pairs 0-7 of keys 0-7 and 8-15 of the warp, then pairs 8-15.
   const u32 weights = stage_address(b, ring.stage) + WEIGHT_BOX * BOX_BYTES;
@@ -132,7 +138,12 @@ DEVICE void weigh_block(const Block& b, const Ring& ring, int first_key, Rows& r
                          pack_bf16(s[6], s[7]));
 }
 
-// Publishes each row's 1 / denominator and LSE of a segment to the value groups.
+DEVICE void add_to_sums(const float (&s)[SCORES], Rows& rows) {
+#pragma unroll
+  for (int c = 0; c < 4; ++c) rows.sum[c] += s[c / 2 * 4 + c % 2] + s[c / 2 * 4 + c % 2 + 2];
+}
+
+// Publishes the rows' results in a segment to the value groups.
 DEVICE void publish_rows(const Block& b, const Ring& result, Rows& rows) {
   State& state = *b.state;
   const int warp = threadIdx.x / 32;
@@ -149,12 +160,44 @@ DEVICE void publish_rows(const Block& b, const Ring& result, Rows& rows) {
       const int row = tile_row(c);
       const float sum = (state.warp_sum[0][row] + state.warp_sum[1][row]) +
                         (state.warp_sum[2][row] + state.warp_sum[3][row]);
-      const bool some = rows.top[c] != NEGATIVE_INFINITY;
-      state.inverse[result.stage][row] = some ? 1.f / sum : 0.f;
-      state.lse[result.stage][row] = some ? rows.top[c] + log2_fast(sum) : NEGATIVE_INFINITY;
+      const RowResult done = finish_row(sum, rows.top[c]);
+      state.inverse[result.stage][row] = done.inverse;
+      state.lse[result.stage][row] = done.lse;
     }
   __syncwarp();
   if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&state.published[result.stage]));
+}
+
+DEVICE void score_segment(const Block& b, const Job& job, Rows& rows, Ring& ring) {
+  float s[SCORES];
+#pragma unroll 1
+  for (int j = 0; j < job.blocks; ++j) {
+    const int first_key = (job.first_block + j) * BLOCK_TOKENS;
+    score_block(b, ring, s);
+    weigh_block(b, ring, first_key, rows, s);
+    hand_over_weights(b, ring, first_key, rows.seen_by_all);
+    add_to_sums(s, rows);
+    advance<STAGES>(ring);
+  }
+}
+
+DEVICE void take_queries(const Block& b, const Job& job, Rows& rows) {
+  begin_queries(b, job);
+  start_rows(b, job, rows);
+  finish_queries();
+}
+
+DEVICE void score(const Block& b) {
+  Rings rings = {{0, 0}, {0, 0}};
+  Rows rows;
+  take_queries(b, make_job(b.state->schedule.first, {}), rows);  // before its job is ready
+  for (Job job = take_job(b, rings.jobs); job.blocks > 0; job = take_job(b, rings.jobs)) {
+    if (job.new_queries) take_queries(b, job, rows);
+    reset_rows(rows);
+    score_segment(b, job, rows, rings.keys);
+    publish_rows(b, rings.jobs, rows);
+    advance<JOBS>(rings.jobs);
+  }
 }
 
 // ---- values (groups 1 and 2) --------------------------------------------------------------------
@@ -195,15 +238,16 @@ DEVICE void add_values(const Block& b, const Ring& ring, int rows, Outputs& out)
       for (int i = 0; i < 8; ++i) out.box[n][i] *= factor[i / 4 * 2 + i % 2];
   }
   const u32 keys = stage_address(b, ring.stage);
-  const u32 half = keys + value_half() * (HALF_BOXES * BOX_BYTES);
+  const Operand weights = operand(keys + WEIGHT_BOX * BOX_BYTES, 1024, 16);
+  const Operand values = operand(keys + b.half * (HALF_BOXES * BOX_BYTES), 1024, BOX_BYTES);
   pin_outputs(out);
   wgmma_fence();
 #pragma unroll
   for (int n = 0; n < HALF_BOXES; ++n) {
 #pragma unroll
     for (int k = 0; k < 4; ++k)
-      wgmma_columns(out.box[n], operand(half + n * BOX_BYTES + k * 2048, 1024, BOX_BYTES),
-                    operand(keys + WEIGHT_BOX * BOX_BYTES + k * 32, 1024, 16));
+      wgmma_columns(out.box[n], further(values, n * BOX_BYTES + k * 2048),
+                    further(weights, k * 32));
     if (n % PART_BOXES == PART_BOXES - 1) wgmma_commit();
   }
   wgmma_wait<1>();
@@ -223,11 +267,11 @@ DEVICE void store_row(const Block& b, const Job& j, int pair, float inverse, con
     v[i] = inverse == 0.f ? 0.f
                           : out.box[i / 2][pair / 2 * 4 + i % 2 * 2 + pair % 2] * inverse;
   if (j.slot >= 0) {
-    const int group = value_half() * 32 + warp * 8 + lane / 4;
+    const int group = b.half * 32 + warp * 8 + lane / 4;
     store_group(partial_row(p, b.tile, j.slot, row) + group * (GROUP_COLUMNS * PARTIAL_BYTES), v);
     return;
   }
-  const int column = value_half() * 256 + warp * 16 + lane / 4;
+  const int column = b.half * 256 + warp * 16 + lane / 4;
   unsigned short* to = (unsigned short*)p.out + ((u64)j.flat_row + row) * VALUE_WIDTH + column;
 #pragma unroll
   for (int i = 0; i < GROUP_COLUMNS; ++i) to[i / 2 * 64 + i % 2 * 8] = pack_bf16(v[i], 0.f);
@@ -242,11 +286,27 @@ DEVICE void store_segment(const Block& b, const Job& j, const Ring& jobs, const 
     const int row = tile_row(c);
     if (row >= j.rows) continue;
     store_row(b, j, c, state.inverse[jobs.stage][row], out);
-    if (value_half() != 0 || threadIdx.x % 128 >= 4) continue;
+    if (b.half != 0 || threadIdx.x % 128 >= 4) continue;
     const float lse = state.lse[jobs.stage][row];
     if (j.slot < 0)
       p.lse[(u64)j.flat_row + row] = lse * p.lse_scale;
     else
       *partial_lse(p, b.tile, j.slot, row) = lse;
+  }
+}
+
+DEVICE void attend(const Block& b) {
+  Rings rings = {{0, 0}, {0, 0}};
+  for (Job job = take_job(b, rings.jobs); job.blocks > 0; job = take_job(b, rings.jobs)) {
+    Outputs out;
+    clear_outputs(out);
+#pragma unroll 1
+    for (int j = 0; j < job.blocks; ++j) {
+      add_values(b, rings.keys, job.rows, out);
+      advance<STAGES>(rings.keys);
+    }
+    store_segment(b, job, rings.jobs, out);
+    advance<JOBS>(rings.jobs);
+    announce_partials(b, job);
   }
 }

@@ -32,9 +32,16 @@ DEVICE void mbarrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// By a whole warp, one arrival: bytes that copies will bring.
 DEVICE void mbarrier_arrive_expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-               : "memory");
+  asm volatile(
+      "{\n"
+      ".reg .pred one;\n"
+      "elect.sync _|one, 0xffffffff;\n"
+      "@one mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n"
+      "}\n" ::"r"(barrier),
+      "r"(bytes)
+      : "memory");
 }
 
 // Waits until the phase of the given parity has completed.
@@ -57,15 +64,20 @@ DEVICE void named_barrier(u32 id, u32 threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Moves registers between the warpgroups of a block; every warp of the group calls it.
-template <int COUNT>
-DEVICE void release_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+// This thread's arrival at such a barrier, without waiting.
+DEVICE void named_barrier_arrive(u32 id, u32 threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Moves registers between the warpgroups of a block; every warp of the group calls it. Counts below
+// 128 give registers back: a block of 512 threads has 128 a thread at its launch, one of 384 has
+// 168.
 template <int COUNT>
-DEVICE void take_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+DEVICE void set_registers() {
+  if (COUNT < 128)
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+  else
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
 // ---- copies ----------------------------------------------------------------------------------
@@ -98,10 +110,16 @@ struct BoxOrigin {
 };
 
 // One box of a three-dimensional tensor map into shared memory; out-of-range parts become zeros.
+// All lanes of a warp call it with the same arguments and one copies, without a branch: operands
+// that may differ between lanes cost a loop over the lanes, some 190 clocks a box.
 DEVICE void copy_box(u32 destination, const void* map, BoxOrigin at, u32 barrier, u64 policy) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      ".L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(destination),
+      "{\n"
+      ".reg .pred one;\n"
+      "elect.sync _|one, 0xffffffff;\n"
+      "@one cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;\n"
+      "}\n" ::"r"(destination),
       "l"(map), "r"(at.column), "r"(at.token), "r"(at.page), "r"(barrier), "l"(policy)
       : "memory");
 }
@@ -185,6 +203,13 @@ DEVICE float log2_fast(float x) {
   return y;
 }
 
+// One unit in the last place off at most.
+DEVICE float reciprocal_fast(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Two BF16 in one word, the first in the low half, rounded to nearest even.
 DEVICE u32 pack_bf16(float low, float high) {
   u32 word;
@@ -194,6 +219,21 @@ DEVICE u32 pack_bf16(float low, float high) {
 
 DEVICE float bf16_low(u32 word) { return __uint_as_float(word << 16); }
 DEVICE float bf16_high(u32 word) { return __uint_as_float(word & 0xffff0000u); }
+
+DEVICE uint4 load_shared_16(u32 address) {
+  uint4 value;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(address)
+               : "memory");
+  return value;
+}
+
+DEVICE void store_shared_16(u32 address, uint4 value) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(value.x),
+               "r"(value.y), "r"(value.z), "r"(value.w)
+               : "memory");
+}
 
 // Four 8x8 tiles of 16-bit elements; lane l gives the address of row l % 8 of tile l / 8.
 DEVICE void store_tiles(u32 address, u32 a, u32 b, u32 c, u32 d) {
@@ -227,12 +267,25 @@ DEVICE void pin_registers(float (&registers)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
-// Descriptor of an operand in shared memory whose rows are 128 bytes, swizzled in groups of eight
-// rows (1,024 bytes). `group_bytes`: from one group of eight rows to the next. `panel_bytes`: from
-// one 128-byte wide panel to the next, used only where the contiguous axis is not the summed one.
-DEVICE u64 operand(u32 address, u32 group_bytes, u32 panel_bytes) {
-  return (u64)((address & 0x3ffff) >> 4) | (u64)(panel_bytes >> 4) << 16 |
-         (u64)(group_bytes >> 4) << 32 | (u64)1 << 62;
+// An operand in shared memory: the two words of its descriptor.
+struct Operand {
+  u32 where;
+  u32 shape;
+};
+
+// Rows are 128 bytes, swizzled in groups of eight rows (1,024 bytes). `group_bytes`: from one group
+// of eight rows to the next. `panel_bytes`: from one 128-byte wide panel to the next, used only
+// where the contiguous axis is not the summed one.
+DEVICE Operand operand(u32 address, u32 group_bytes, u32 panel_bytes) {
+  return {(address & 0x3ffff) >> 4 | (panel_bytes >> 4) << 16, group_bytes >> 4 | 1u << 30};
+}
+
+// The operand that lies `bytes` further on, by one addition: built anew, a descriptor takes more
+// clocks than a small product.
+DEVICE u64 further(const Operand& o, u32 bytes) {
+  u64 descriptor;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(o.where + (bytes >> 4)), "r"(o.shape));
+  return descriptor;
 }
 
 #define R4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
@@ -254,25 +307,7 @@ DEVICE void wgmma_64x64(float (&d)[32], u64 a, u64 b, int accumulate) {
       : "l"(a), "l"(b), "r"(accumulate));
 }
 
-// O[64, 256] += A[64, 16] B[16, 256]; A contiguous along the summed axis, B along its columns.
-DEVICE void wgmma_values(float (&d)[128], u64 a, u64 b) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
-      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-      "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
-      "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
-      "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,"
-      "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,"
-      "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,"
-      "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,"
-      "%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127}, "
-      "%128, %129, p, 1, 1, 0, 1;\n}\n"
-      : R32(d, 0), R32(d, 32), R32(d, 64), R32(d, 96)
-      : "l"(a), "l"(b));
-}
-
-// The same with 128 columns.
+// O[64, 128] += A[64, 16] B[16, 128]; A contiguous along the summed axis, B along its columns.
 DEVICE void wgmma_values(float (&d)[64], u64 a, u64 b) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\n"

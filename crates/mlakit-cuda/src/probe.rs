@@ -71,6 +71,12 @@ pub enum Unavailable {
     /// The driver works and sees no device.
     #[error("the CUDA driver finds no device")]
     NoDevice,
+    /// The device gives memory in another way than this crate obtains it.
+    #[error("{device} has no stream-ordered memory pools")]
+    NoMemoryPools {
+        /// Its name.
+        device: String,
+    },
     /// A call failed.
     #[error("{call} failed with code {code} ({name})")]
     Failed {
@@ -81,6 +87,20 @@ pub enum Unavailable {
         /// The driver's name for it.
         name: String,
     },
+}
+
+impl From<Unavailable> for mlakit::Error {
+    fn from(reason: Unavailable) -> Self {
+        let instead = match reason {
+            Unavailable::NoLibrary { .. } | Unavailable::MissingSymbol { .. } => {
+                "install NVIDIA's driver, or use the CPU"
+            }
+            Unavailable::DriverTooOld { .. } => "install a newer driver, or use the CPU",
+            _ => "use the CPU",
+        };
+        let (what, because) = ("the CUDA device", reason.to_string());
+        Self::Unavailable { what, because, instead: instead.into() }
+    }
 }
 
 /// What of the driver is not a success.
@@ -235,7 +255,7 @@ impl Driver {
 
 /// A function of the driver. `F` must be its signature; results are declared as `u32`, the width of
 /// the driver's enumeration.
-fn symbol<F: Copy>(name: &'static str) -> Result<F, Unavailable> {
+pub(crate) fn symbol<F: Copy>(name: &'static str) -> Result<F, Unavailable> {
     const { assert!(size_of::<F>() == size_of::<*const ()>()) };
     // SAFETY: the library is present, so this loads it once and cannot fail for want of it.
     let library = unsafe { sys::culib() };

@@ -93,6 +93,18 @@ pub enum CheckpointError {
         /// What it is.
         given: String,
     },
+    /// A layer that the configuration counts as a decoder layer predicts further tokens (MTP).
+    #[error(
+        "layer {layer}: needed a decoder layer, and `{tensor}` says that the checkpoint's predicts \
+         further tokens (MTP): set `num_hidden_layers` to at most {layer}; \
+         `num_nextn_predict_layers` counts such layers"
+    )]
+    DraftLayer {
+        /// The layer.
+        layer: usize,
+        /// A tensor that only such a layer has.
+        tensor: String,
+    },
     /// A tensor that the configuration needs is not there.
     #[error("tensor `{tensor}`: needed {needed}, and the checkpoint has no such tensor")]
     MissingTensor {

@@ -244,10 +244,10 @@ impl<D: MlaDevice> MlaLayer<D> {
             down: ops.linear((hidden, spec.down_width()), (Float::F32, Float::F32), down_bias)?,
             query_norm: spec
                 .query_rank
-                .map(|rank| ops.norm((rank, true), spec.query_eps))
+                .map(|rank| ops.norm((rank, Float::F32), spec.query_eps))
                 .transpose()?,
             query: ops.linear((query_in, query_width), (Float::F32, Float::Bf16), false)?,
-            kv_norm: ops.norm((spec.rank, false), spec.kv_eps)?,
+            kv_norm: ops.norm((spec.rank, Float::Bf16), spec.kv_eps)?,
             key_rotary: ops.rotary(Which::Key)?,
             query_rotary: ops.rotary(Which::Query)?,
             writer: ops.writer()?,
@@ -333,12 +333,12 @@ impl<D: MlaDevice> MlaLayer<D> {
             let args = NormArgs {
                 x: FloatInput::F32((&t.down).into()),
                 weight: (&weight.lease()).into(),
-                y: (&t.query_latent).into(),
-                y_wide: Some((&t.query_latent_wide).into()),
+                y: None,
+                y_wide: Some((&t.query_latent).into()),
                 scratch: lane.lease(),
             };
             norm.bind(args)?.run(runner)?;
-            query_input = FloatInput::F32((&t.query_latent_wide).into());
+            query_input = FloatInput::F32((&t.query_latent).into());
         }
         let query = LinearArgs {
             x: query_input,
@@ -353,7 +353,7 @@ impl<D: MlaDevice> MlaLayer<D> {
         let latent = NormArgs {
             x: FloatInput::F32((&t.down.part(rank..t.down.len())?).into()),
             weight: (&w.kv_norm.lease()).into(),
-            y: (&t.latent).into(),
+            y: Some((&t.latent).into()),
             y_wide: None,
             scratch: lane.lease(),
         };
@@ -534,7 +534,7 @@ impl<D: MlaDevice> Preparing<'_, D> {
         prepare(self.device, LinearSpec::new(fields)?)
     }
 
-    fn norm(&self, (width, wide): (usize, bool), eps: f32) -> Result<Prepared<Norm, D>, Error> {
+    fn norm(&self, (width, output): (usize, Float), eps: f32) -> Result<Prepared<Norm, D>, Error> {
         let fields = NormFields {
             width,
             eps: Scalar::try_from(eps)?,
@@ -542,7 +542,8 @@ impl<D: MlaDevice> Preparing<'_, D> {
             input: Float::F32,
             in_stride: Some(self.spec.down_width()),
             out_stride: None,
-            wide,
+            narrow: output == Float::Bf16,
+            wide: output == Float::F32,
         };
         prepare(self.device, NormSpec::new(fields)?)
     }

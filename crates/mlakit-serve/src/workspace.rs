@@ -9,8 +9,7 @@ use crate::layer::LayerSpec;
 pub struct Workspace<D: Device> {
     rows: usize,
     down: Buffer<f32, D>,
-    query_latent: Buffer<bf16, D>,
-    query_latent_wide: Buffer<f32, D>,
+    query_latent: Buffer<f32, D>,
     q: Buffer<bf16, D>,
     latent: Buffer<bf16, D>,
     rope: Buffer<bf16, D>,
@@ -25,9 +24,7 @@ pub struct Tensors<D> {
     /// `[rows, down_width]`: query latent, cached latent and rope key before norm and rotation.
     pub down: Lease<f32, D>,
     /// `[rows, query_rank]`, normalised.
-    pub query_latent: Lease<bf16, D>,
-    /// The same in F32.
-    pub query_latent_wide: Lease<f32, D>,
+    pub query_latent: Lease<f32, D>,
     /// `[rows, heads, nope + rope]`.
     pub q: Lease<bf16, D>,
     /// `[rows, rank]`, normalised: what the cache stores.
@@ -56,7 +53,6 @@ impl<D: Device> Workspace<D> {
             rows,
             down: made.tensor("down", spec.down_width())?,
             query_latent: made.tensor("query latent", spec.query_rank.unwrap_or(0))?,
-            query_latent_wide: made.tensor("query latent", spec.query_rank.unwrap_or(0))?,
             q: made.tensor("q", heads * (spec.nope + spec.rope))?,
             latent: made.tensor("latent", spec.rank)?,
             rope: made.tensor("rope key", spec.rope)?,
@@ -76,7 +72,6 @@ impl<D: Device> Workspace<D> {
         Ok(Tensors {
             down: part.of(&self.down)?,
             query_latent: part.of(&self.query_latent)?,
-            query_latent_wide: part.of(&self.query_latent_wide)?,
             q: part.of(&self.q)?,
             latent: part.of(&self.latent)?,
             rope: part.of(&self.rope)?,

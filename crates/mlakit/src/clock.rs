@@ -50,16 +50,22 @@ impl Ticket {
     }
 }
 
-/// The one right to report a ticket done. The core makes it, the device's queue carries it behind
-/// the work and hands it back to `Keeper::complete`. It cannot be made, copied or kept by anyone
-/// else, so no safe code can declare work finished that is not.
+/// The one right to report what is done on one stream. The core makes it when the stream is
+/// attached, the device keeps it and shows it to `Keeper::complete`. It cannot be made or copied by
+/// anyone else, so no safe code can declare work finished that is not.
+///
+/// One for a stream, not one for each submission: a GPU writes the last finished number into
+/// memory, and whoever reads it learns of all submissions before it at once.
 #[derive(Debug)]
-pub struct Signal(pub(crate) Ticket);
+pub struct Reporter {
+    pub(crate) device: u64,
+    pub(crate) stream: usize,
+}
 
-impl Signal {
-    /// The ticket that it will report done.
-    pub fn ticket(&self) -> Ticket {
-        self.0
+impl Reporter {
+    /// The index of its stream, below [`STREAMS`].
+    pub fn stream(&self) -> usize {
+        self.stream
     }
 }
 
@@ -222,6 +228,11 @@ impl Claim {
     /// The same right to the same thing.
     pub(crate) fn same(&self, other: &Self) -> bool {
         self.is_of(&other.standing) && self.held == other.held
+    }
+
+    /// Whether it is of a device other than `device`.
+    pub(crate) fn is_of_other(&self, device: u64) -> bool {
+        self.standing.device != device
     }
 
     pub(crate) fn is_of(&self, standing: &Arc<Standing>) -> bool {

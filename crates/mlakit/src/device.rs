@@ -5,17 +5,33 @@ use std::fmt::{Debug, Display};
 use serde::Serialize;
 
 use crate::scratch::RegionSpec;
-use crate::{Census, Error, Keeper, Op, Plan, Refusal, Region, Signal, Stream, Ticket};
+use crate::{Census, Error, Keeper, Op, Plan, Refusal, Region, Reporter, Stream, Ticket};
 
 /// A device: memory, streams, capture. It enqueues; the core decides what may be enqueued and what may be freed.
-pub trait Device: Clone + Send + Sync + 'static {
+///
+/// # Safety
+/// The core makes [`Region`]s of what a device obtains and frees by what it reports, so a device that lies breaks the memory of its
+/// users without a line of `unsafe` of theirs. Who implements it promises, for [`Runs`] too:
+/// - the bytes at [`address`](Self::address) belong to the [`Memory`](Self::Memory) alone until it is dropped, as many as were asked
+///   for (or as many as were given to [`Foreign::new`](crate::Foreign::new)), aligned to [`ALIGN`](crate::scratch::ALIGN) (foreign
+///   memory: to [`FOREIGN_ALIGN`](crate::memory::FOREIGN_ALIGN)); `Memory` can be made by `obtain` alone, or by a function that is
+///   `unsafe`;
+/// - a number is reported done only when everything enqueued on its stream before `signal` was called with it is over, also what was
+///   enqueued in part by a call that failed;
+/// - work of one queue runs in the order of the calls, `after` holds the queue back until that ticket is done, and both hold for the
+///   memory that the work reads and writes;
+/// - work touches the bytes of its regions, and the pages that the view among them shows when it runs, and nothing else, whatever
+///   the other bytes that it reads say;
+/// - two streams with one [`key`](Self::key) are one stream.
+#[allow(unsafe_code)] // the declaration of a promise; nothing is done
+pub unsafe trait Device: Clone + Send + Sync + 'static {
     /// What planning needs to know. Plain data: there is one for a GPU that this machine does not have.
     type Facts: Clone + Debug + Display + Send + Sync + 'static;
     /// One allocation; dropping it frees at once, and only the core drops it.
     type Memory: Send + 'static;
     /// What the caller owns and lends. (CUDA: made from a raw stream by an `unsafe` function of that crate.)
     type CallerStream;
-    /// The device's handle on a lent stream, in or out of capture. (CUDA: the raw stream and a fixed ring of events.)
+    /// The device's handle on a lent stream, in or out of capture. (CUDA: the raw stream and the place where its signals arrive.)
     type Queue: Send;
     /// A recorded sequence, ready to replay.
     type Executable: Send + 'static;
@@ -32,18 +48,23 @@ pub trait Device: Clone + Send + Sync + 'static {
     fn copy_in(&self, region: Region, bytes: &[u8]) -> Result<(), Error>;
     /// A host copy out; `bytes` is not longer than the region.
     fn copy_out(&self, region: Region, bytes: &mut [u8]) -> Result<(), Error>;
-    /// Reports what is finished by `Keeper::complete`. Never waits. (CUDA: queries events.)
+    /// Reports what is finished by `Keeper::complete`. Never waits. (CUDA: reads one number a stream.)
     fn poll(&self);
 
     /// A stream of the device's own, for `prepare`.
     fn own_stream(&self) -> Result<Self::CallerStream, Error>;
-    /// Takes a lent stream into use. Everything below needs the result, so only the core can enqueue, capture and replay.
-    fn attach(&self, caller: &Self::CallerStream, pass: Pass) -> Result<Self::Queue, Error>;
+    /// What tells a stream from any other that exists now.
+    fn key(caller: &Self::CallerStream) -> u64;
+    /// Takes a lent stream into use. Everything below needs the result, so only the core can enqueue, capture and replay. What is
+    /// done on it is reported with `reporter`, also after the queue is dropped.
+    fn attach(&self, caller: &Self::CallerStream, reporter: Reporter)
+    -> Result<Self::Queue, Error>;
     /// Enqueues a copy of at most [`PIECE_BYTES`] bytes, which the call takes with it. (CUDA: parameters of a tiny launch.)
     fn write(&self, queue: &mut Self::Queue, to: Region, bytes: &[u8]) -> Result<(), Error>;
-    /// Enqueues "everything before this is done". (CUDA: records the next event of the ring.)
-    fn signal(&self, queue: &mut Self::Queue, signal: Signal);
-    /// Enqueues a wait of the device for another stream's ticket. (CUDA: cuStreamWaitEvent.)
+    /// Enqueues "everything before this is done": from then on `ticket` can be reported. (CUDA: a write of its number to host memory.)
+    fn signal(&self, queue: &mut Self::Queue, ticket: Ticket);
+    /// Enqueues a wait of the device for a ticket of another stream, whose queue another thread may be using now, or which is dropped
+    /// already. (CUDA: cuStreamWaitEvent.)
     fn after(&self, queue: &mut Self::Queue, ticket: Ticket) -> Result<(), Error>;
     /// The host waits until the queue is empty.
     fn wait(&self, queue: &mut Self::Queue) -> Result<(), Error>;
@@ -55,7 +76,7 @@ pub trait Device: Clone + Send + Sync + 'static {
     /// Enqueues a recorded sequence.
     fn replay(&self, what: &Self::Executable, queue: &mut Self::Queue) -> Result<(), Error>;
 
-    /// Attaches a lent stream. It is lent for as long as the result lives.
+    /// Attaches a lent stream. It is lent for as long as the result lives; a second time meanwhile is [`Error::StreamLent`].
     fn stream<'s>(&self, caller: &'s Self::CallerStream) -> Result<Stream<'s, Self>, Error> {
         Stream::attach(self, caller)
     }
@@ -81,8 +102,8 @@ pub trait Device: Clone + Send + Sync + 'static {
 /// The most bytes of one [`Device::write`]: what fits the parameters of a launch.
 pub const PIECE_BYTES: usize = 1024;
 
-/// Proof that the core is calling. These methods must be public, since devices live in other crates; without this anyone could attach
-/// a second handle to a stream, capture numbered work with it and replay it unnumbered, or obtain memory past the ledger.
+/// Proof that the core is calling. These methods must be public, since devices live in other crates; without this anyone could obtain
+/// memory past the ledger. (`attach` needs none: a [`Reporter`] proves the same.)
 #[derive(Debug)]
 pub struct Pass(pub(crate) ());
 

@@ -118,12 +118,29 @@ pub enum Error {
     },
     /// More streams attached, or left with work in flight, than the device tracks.
     TooManyStreams,
+    /// The stream is lent already: it is attached, and the `Stream` lives (or was leaked).
+    StreamLent,
     /// The device has no memory left for this.
     OutOfMemory {
         /// Who asked.
         what: Name,
         /// Bytes asked for.
         bytes: usize,
+    },
+    /// Something that the machine lacks: a driver, a compiler.
+    Unavailable {
+        /// What is not there.
+        what: &'static str,
+        /// What was found instead, and where it was looked for.
+        because: String,
+        /// What to install or to use.
+        instead: String,
+    },
+    /// The device broke down for good, by a fault in a kernel for instance. No later call succeeds; nothing is in flight any more,
+    /// so that owners can be dropped.
+    Lost {
+        /// What broke it.
+        because: String,
     },
     /// The device itself failed, or is not there.
     Device {
@@ -195,8 +212,20 @@ impl fmt::Display for Error {
                 "the probe of {op} differs at element {index}: needed {needed}, the device computed {given}"
             ),
             Self::TooManyStreams => f.write_str("more streams in use than the device tracks"),
+            Self::StreamLent => {
+                f.write_str("the stream is lent already: use the `Stream` that it was attached as")
+            }
             Self::OutOfMemory { what, bytes } => {
                 write!(f, "out of memory: {what} asked for {bytes} bytes")
+            }
+            Self::Unavailable { what, because, instead } => {
+                write!(f, "{what} is not available: {because}; {instead}")
+            }
+            Self::Lost { because } => {
+                write!(
+                    f,
+                    "the device is lost: {because}; nothing can be run on it until the program starts anew"
+                )
             }
             Self::Device { call, message } => write!(f, "{call}: {message}"),
         }

@@ -143,7 +143,7 @@ impl<D: Device> Slots<D> {
         written.into_iter().for_each(|view| self.views[view].mark_written());
         let device = self.device.clone();
         let claim = Claim::new(device.keeper().standing(Epoch::default()));
-        held.push(Use::new("graph", Region::EMPTY, Access::Write, claim.clone()));
+        held.push(Use::new("graph", Region::EMPTY, Access::Write, claim.clone()).relied());
         Graph { executable: Some(executable), claim, held, slots: self, _code: code, device }
     }
 

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use crate::census::Entry;
-use crate::clock::{Clocks, Epoch, Signal, Standing};
-use crate::{Category, Census, Ticket};
+use crate::clock::{Clocks, Epoch, Reporter, Standing};
+use crate::{Category, Census, Error, Ticket};
 
 /// The book-keeping that a device owns and does not look into.
 pub struct Keeper {
@@ -19,6 +19,8 @@ pub struct Keeper {
     /// Code by identity. Weak: the code lives as long as some `Prepared` or `Graph` has it.
     loaded: Mutex<HashMap<String, Weak<dyn Any + Send + Sync>>>,
     counters: Counters,
+    /// The streams that are lent now, by `Device::key`.
+    lent: Mutex<Vec<u64>>,
 }
 
 /// How often what was done; the tests that a replay calls neither `prepare` nor `bind` compare these.
@@ -59,14 +61,22 @@ impl Default for Keeper {
             retiring: Mutex::default(),
             loaded: Mutex::default(),
             counters: Counters::default(),
+            lent: Mutex::default(),
         }
     }
 }
 
 impl Keeper {
-    /// The device reports that everything before the signal on its stream is done.
-    pub fn complete(&self, signal: Signal) {
-        self.clocks.complete(signal.0);
+    /// The device reports that the submissions of a stream up to `number` are done.
+    pub fn complete(&self, reporter: &Reporter, number: u64) {
+        if reporter.device == self.id {
+            self.clocks.complete(Ticket { stream: reporter.stream, number });
+        }
+    }
+
+    /// The number up to which a stream was reported done.
+    pub fn done(&self, reporter: &Reporter) -> u64 {
+        self.clocks.done(reporter.stream)
     }
 
     /// Whether it was reported done.
@@ -98,6 +108,21 @@ impl Keeper {
 
     pub(crate) fn clocks(&self) -> &Clocks {
         &self.clocks
+    }
+
+    /// Notes that a stream is lent. Two queues of one stream would number one order of work twice, and could record into each
+    /// other's capture.
+    pub(crate) fn lend(&self, stream: u64) -> Result<(), Error> {
+        let mut lent = lock(&self.lent);
+        if lent.contains(&stream) {
+            return Err(Error::StreamLent);
+        }
+        lent.push(stream);
+        Ok(())
+    }
+
+    pub(crate) fn give_back(&self, stream: u64) {
+        lock(&self.lent).retain(|other| *other != stream);
     }
 
     pub(crate) fn standing(&self, epoch: Epoch) -> Arc<Standing> {

@@ -80,6 +80,22 @@ impl<D: Device> Block<D> {
         })
     }
 
+    /// The owner of memory that came from outside. The caller has checked its length and alignment.
+    pub(crate) fn foreign(owner: Name, foreign: Foreign<D>, epoch: Epoch) -> Self {
+        let Foreign { device, memory, bytes } = foreign;
+        device.reclaim();
+        let phase = device.keeper().census().phase();
+        let entry = Entry { category: Category::Foreign, owner, phase, bytes };
+        device.keeper().census().add(&entry);
+        Self {
+            region: Region { address: D::address(&memory), bytes },
+            memory: Some(memory),
+            claim: Claim::new(device.keeper().standing(epoch)),
+            entry,
+            device,
+        }
+    }
+
     pub(crate) fn name(&self) -> &Name {
         &self.entry.owner
     }
@@ -150,6 +166,44 @@ impl<D: Device> Drop for Block<D> {
     }
 }
 
+/// Alignment of foreign memory, in bytes: the widest load of a kernel.
+pub const FOREIGN_ALIGN: usize = 16;
+
+/// Memory whose owner is outside, on its way into a [`Buffer`] or into [`Pages`](crate::Pages). Dropping it, here or as one of those,
+/// drops the owner, as soon as nothing in flight uses the memory.
+///
+/// Two of them may share bytes: then a call that writes one and uses the other is [`Error::Overlap`], and the order of calls is the
+/// caller's. What the owner writes behind the core's back is not seen, except what [`Stream::note_use`] says.
+pub struct Foreign<D: Device> {
+    device: D,
+    memory: D::Memory,
+    bytes: usize,
+}
+
+impl<D: Device> Foreign<D> {
+    /// For devices: nobody else has a `Memory`.
+    pub fn new(device: &D, memory: D::Memory, bytes: usize) -> Result<Self, Error> {
+        let address = D::address(&memory);
+        if !address.is_multiple_of(FOREIGN_ALIGN as u64)
+            || address.checked_add(bytes as u64).is_none()
+        {
+            let needed = format!("an address at a multiple of {FOREIGN_ALIGN} bytes");
+            return Err(Error::contract("foreign memory", needed, format!("{address:#x}")));
+        }
+        Ok(Self { device: device.clone(), memory, bytes })
+    }
+
+    /// Its length in bytes.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// The device that it is on.
+    pub fn device(&self) -> &D {
+        &self.device
+    }
+}
+
 /// A tensor of the caller's, flat; operations give it its shape.
 pub struct Buffer<T, D: Device> {
     pub(crate) block: Block<D>,
@@ -194,6 +248,12 @@ impl<T: Element, D: Device> Buffer<T, D> {
         let (owner, bytes) = (owner.into(), bytes_of::<T>(len));
         let block = Block::new(device, (category, owner), bytes, Epoch::default())?;
         Ok(Self { block, element: PhantomData })
+    }
+
+    /// Memory from outside as a tensor: as many elements as fit. It is of [`Category::Foreign`].
+    pub fn foreign(owner: impl Into<Name>, foreign: Foreign<D>) -> Self {
+        let block = Block::foreign(owner.into(), foreign, Epoch::default());
+        Self { block, element: PhantomData }
     }
 
     /// Rewrites the contents in stream order, from element `first` on. The address stays, so captured graphs stay valid (weights
@@ -382,11 +442,17 @@ pub(crate) struct Use {
     pub(crate) region: Region,
     pub(crate) access: Access,
     pub(crate) claim: Claim,
+    /// Kernels rely on its contents (addresses in a view, divided work in scratch), so its order must be one that the core made.
+    pub(crate) relied: bool,
 }
 
 impl Use {
     pub(crate) fn new(what: &'static str, region: Region, access: Access, claim: Claim) -> Self {
-        Self { what, region, access, claim }
+        Self { what, region, access, claim, relied: false }
+    }
+
+    pub(crate) fn relied(self) -> Self {
+        Self { relied: true, ..self }
     }
 }
 
@@ -424,6 +490,21 @@ impl<'a> Uses<'a> {
         needed: usize,
     ) -> Result<Region, Error> {
         self.push(what, Access::Write, output.0, bytes_of::<T>(needed))
+    }
+
+    /// Declares scratch, on whose contents kernels rely.
+    pub(crate) fn relied(
+        &mut self,
+        what: &'static str,
+        Output(lease, _): Output<'a, u8, impl Sized>,
+        needed: usize,
+    ) -> Result<Region, Error> {
+        let given = lease.region.bytes;
+        if given < needed {
+            return Err(Error::Size { what: what.into(), needed, given });
+        }
+        self.add(Use::new(what, lease.region, Access::Write, lease.claim).relied())?;
+        Ok(lease.region)
     }
 
     pub(crate) fn push<T, D>(

@@ -9,7 +9,7 @@ use crate::clock::{Access, Claim, Epoch};
 use crate::memory::{Block, Use, Uses};
 use crate::op::spec::within;
 use crate::record::RecordLayout;
-use crate::{Category, Device, Error, Name, Region, Stream, Ticket};
+use crate::{Category, Device, Error, Foreign, Name, Region, Stream, Ticket};
 
 /// What of a pool a `Spec` may name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -83,18 +83,26 @@ impl<D: Device> Pages<D> {
         geometry: PageGeometry,
         (pages, page_stride_bytes): (usize, usize),
     ) -> Result<Self, Error> {
-        let needed = geometry.check()?.payload_bytes();
-        if page_stride_bytes < needed {
-            return Err(Error::Size {
-                what: "page stride".into(),
-                needed,
-                given: page_stride_bytes,
-            });
-        }
+        check_stride(geometry, page_stride_bytes)?;
         let (device, epoch) = (device.clone(), Epoch::default());
         let mut pool = Self { device, kind, geometry, page_stride_bytes, epoch, pages: None };
         pool.refill(pages)?;
         Ok(pool)
+    }
+
+    /// Pages in memory from outside, as many as fit, of [`Category::Foreign`]. After a release they may be refilled, with memory of the
+    /// device's.
+    pub fn foreign(
+        owner: impl Into<Name>,
+        geometry: PageGeometry,
+        page_stride_bytes: usize,
+        foreign: Foreign<D>,
+    ) -> Result<Self, Error> {
+        check_stride(geometry, page_stride_bytes)?;
+        let (device, kind) = (foreign.device().clone(), (Category::Cache, owner.into()));
+        let epoch = Epoch::default();
+        let pages = Some(Block::foreign(kind.1.clone(), foreign, epoch.clone()));
+        Ok(Self { device, kind, geometry, page_stride_bytes, epoch, pages })
     }
 
     /// Lets the pages go, at once, whoever has leases. Bytes that work in flight uses are `retiring` until it is done.
@@ -164,6 +172,14 @@ impl<D: Device> Pages<D> {
     }
 }
 
+fn check_stride(geometry: PageGeometry, given: usize) -> Result<(), Error> {
+    let needed = geometry.check()?.payload_bytes();
+    if given < needed {
+        return Err(Error::Size { what: "page stride".into(), needed, given });
+    }
+    Ok(())
+}
+
 /// A descriptor in device memory that says where a pool is. Kernels read it; `bind` rewrites it in stream order.
 pub struct PoolView<D: Device> {
     block: Block<D>,
@@ -222,7 +238,7 @@ impl<D: Device> PoolView<D> {
     ) -> Result<Self, Error> {
         let geometry = geometry.check()?;
         let block = Block::new(device, kind, VIEW_BYTES, Epoch::default())?;
-        let view = Use::new("view", block.region, Access::Read, block.claim.clone());
+        let view = Use::new("view", block.region, Access::Read, block.claim.clone()).relied();
         Ok(Self { block, geometry, view, pool: None, access: Access::Read })
     }
 

@@ -137,6 +137,6 @@ impl<'a> Uses<'a> {
         scratch: Scratch<'a, D>,
         plan: &Plan<O>,
     ) -> Result<Region, Error> {
-        self.output("scratch", scratch.0, plan.scratch_bytes())
+        self.relied("scratch", scratch.0, plan.scratch_bytes())
     }
 }

@@ -3,37 +3,51 @@
 use std::marker::PhantomData;
 use std::sync::atomic::Ordering::Relaxed;
 
-use crate::clock::{Claim, STREAMS, Signal};
-use crate::device::Pass;
+use crate::clock::{Access, Claim, Reporter, STREAMS};
 use crate::memory::Use;
-use crate::{Device, Error, Ticket};
+use crate::{Device, Error, Lease, Pages, Region, Ticket};
 
 /// A caller's stream while it is lent. `&mut` is the right to enqueue; one thread at a time without
 /// a lock.
 pub struct Stream<'s, D: Device> {
     device: D,
-    queue: D::Queue,
+    /// Only `drop` takes it.
+    queue: Option<D::Queue>,
     index: usize,
+    key: u64,
     issued: u64,
     /// For each other stream, the number up to which it is ordered before this one (a vector
     /// clock).
     seen: [u64; STREAMS],
+    /// The same with the orders that the caller says he made himself.
+    assumed: [u64; STREAMS],
     lent: PhantomData<&'s D::CallerStream>,
+}
+
+/// A point in a stream: everything that it was given, and made to wait for, so far. Plain data, so
+/// it can be sent to the thread that has another stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Mark {
+    device: u64,
+    last: Ticket,
+    seen: [u64; STREAMS],
+    assumed: [u64; STREAMS],
 }
 
 impl<'s, D: Device> Stream<'s, D> {
     pub(crate) fn attach(device: &D, caller: &'s D::CallerStream) -> Result<Self, Error> {
         device.poll();
-        let (index, issued) = device.keeper().clocks().attach()?;
-        let queue = match device.attach(caller, Pass(())) {
-            Ok(queue) => queue,
-            Err(error) => {
-                device.keeper().clocks().detach(index, issued);
-                return Err(error);
-            }
-        };
-        let seen = [0; STREAMS];
-        Ok(Self { device: device.clone(), queue, index, issued, seen, lent: PhantomData })
+        let (keeper, key) = (device.keeper(), D::key(caller));
+        keeper.lend(key)?;
+        let (index, issued) = keeper.clocks().attach().inspect_err(|_| keeper.give_back(key))?;
+        let reporter = Reporter { device: keeper.id(), stream: index };
+        let queue = device.attach(caller, reporter).inspect_err(|_| {
+            keeper.clocks().detach(index, issued);
+            keeper.give_back(key);
+        })?;
+        let (seen, assumed) = Default::default();
+        let (device, queue, lent) = (device.clone(), Some(queue), PhantomData);
+        Ok(Self { device, queue, index, key, issued, seen, assumed, lent })
     }
 }
 
@@ -44,22 +58,61 @@ impl<D: Device> Stream<'_, D> {
     /// The wait is a submission of its own, so that a third stream which waits for this one waits
     /// for `other` too, even if this one was given nothing in between.
     pub fn wait_for(&mut self, other: &Stream<'_, D>) -> Result<(), Error> {
-        if other.device.keeper().id() != self.device.keeper().id() {
-            return Err(Error::Foreign { what: "stream" });
-        }
-        self.submit(std::iter::empty(), |device, queue| device.after(queue, other.last()))?;
-        for (mine, theirs) in self.seen.iter_mut().zip(other.seen) {
-            *mine = theirs.max(*mine);
-        }
-        self.seen[other.index] = other.issued;
+        self.wait_for_mark(&other.mark())
+    }
+
+    /// The same for a point of a stream that another thread has, or that is given back already.
+    pub fn wait_for_mark(&mut self, mark: &Mark) -> Result<(), Error> {
+        self.own(mark)?;
+        self.submit(std::iter::empty(), |device, queue| device.after(queue, mark.last))?;
+        self.seen = latest(self.seen, mark.seen, mark.last);
+        self.assumed = latest(self.assumed, mark.assumed, mark.last);
         Ok(())
+    }
+
+    /// The caller has made an order himself (with events of his own, say): work enqueued on this
+    /// stream from now on comes after `mark`. The device is not made to wait; as with `wait_for`, a
+    /// number is given, so that a third stream that waits for this one waits for both.
+    ///
+    /// It is believed for tensors, slots and pages: a wrong statement gives wrong numbers there, and
+    /// frees nothing early, because that is decided by what is done. For lanes, views and graphs,
+    /// on whose contents kernels rely, `Busy` stays until [`wait_for`](Self::wait_for) makes an order.
+    pub fn assume_after(&mut self, mark: &Mark) -> Result<(), Error> {
+        self.own(mark)?;
+        self.submit(std::iter::empty(), |_, _| Ok(()))?;
+        self.assumed = latest(self.assumed, mark.seen, mark.last);
+        self.assumed = latest(self.assumed, mark.assumed, mark.last);
+        Ok(())
+    }
+
+    /// The caller has enqueued work of his own on this stream that uses what is leased: from now on
+    /// it is in flight like any other use. Call it behind the work.
+    ///
+    /// # Errors
+    /// `Busy` if another stream uses it without a known order, `StaleEpoch` if it is gone: the work
+    /// is in conflict already. In the first case it is numbered all the same.
+    pub fn note_use<T>(&mut self, lease: &Lease<T, D>, access: Access) -> Result<Ticket, Error> {
+        self.note(Use::new("noted use", lease.region, access, lease.claim.clone()))
+    }
+
+    /// The same for the pages of a pool. `Unbound` after a release.
+    pub fn note_pages(&mut self, pages: &Pages<D>, access: Access) -> Result<Ticket, Error> {
+        let claim = pages.claim().ok_or(Error::Unbound)?.clone();
+        self.note(Use::new("noted pages", Region::EMPTY, access, claim))
     }
 
     /// The host waits for everything enqueued.
     pub fn wait(&mut self) -> Result<(), Error> {
-        self.device.wait(&mut self.queue)?;
+        let queue = self.queue.as_mut().expect(TAKEN);
+        self.device.wait(queue)?;
         self.device.reclaim();
         Ok(())
+    }
+
+    /// What it was given so far, to be waited for by another stream.
+    pub fn mark(&self) -> Mark {
+        let (device, last) = (self.device.keeper().id(), self.last());
+        Mark { device, last, seen: self.seen, assumed: self.assumed }
     }
 
     /// The last submission.
@@ -73,7 +126,7 @@ impl<D: Device> Stream<'_, D> {
     }
 
     pub(crate) fn queue(&mut self) -> &mut D::Queue {
-        &mut self.queue
+        self.queue.as_mut().expect(TAKEN)
     }
 
     /// The only way to enqueue. Check, number, check again, enqueue, signal: no allocation, no
@@ -90,28 +143,77 @@ impl<D: Device> Stream<'_, D> {
         uses: impl Iterator<Item = &'u Use> + Clone,
         enqueue: impl FnOnce(&D, &mut D::Queue) -> Result<(), Error>,
     ) -> Result<Ticket, Error> {
-        let keeper = self.device.keeper();
-        let place = (keeper.id(), self.index);
-        let check = |u: &'u Use| {
-            u.claim.check(u.what, u.access, place, |t| self.seen[t].max(keeper.clocks().done(t)))
-        };
-        uses.clone().try_for_each(check)?;
-        let ticket = Ticket { stream: self.index, number: self.issued + 1 };
-        Claim::stamp(ticket, uses.clone().map(|u| (&u.claim, u.access)));
-        let sent = uses.clone().try_for_each(check);
-        keeper.counters().submitted.fetch_add(1, Relaxed);
-        self.issued = ticket.number;
-        let sent = sent.and_then(|()| enqueue(&self.device, &mut self.queue));
-        self.device.signal(&mut self.queue, Signal(ticket));
+        let first = uses.clone().try_for_each(|u| self.check(u));
+        if let Err(Error::Busy { .. }) = first {
+            // Perhaps it is done and nobody has looked.
+            self.device.poll();
+            uses.clone().try_for_each(|u| self.check(u))?;
+        } else {
+            first?;
+        }
+        let ticket = self.stamp(uses.clone());
+        let sent = uses.clone().try_for_each(|u| self.check(u));
+        let queue = self.queue.as_mut().expect(TAKEN);
+        let sent = sent.and_then(|()| enqueue(&self.device, queue));
+        self.device.signal(queue, ticket);
         sent.map(|()| ticket)
     }
+
+    /// Numbers what was enqueued by others. It is there already, so it is numbered whatever the
+    /// check says.
+    fn note(&mut self, used: Use) -> Result<Ticket, Error> {
+        if used.claim.is_of_other(self.device.keeper().id()) {
+            return Err(Error::Foreign { what: used.what });
+        }
+        self.device.poll();
+        let ticket = self.stamp(std::iter::once(&used));
+        self.device.signal(self.queue.as_mut().expect(TAKEN), ticket);
+        self.check(&used).map(|()| ticket)
+    }
+
+    /// Gives the next number and writes it beside everything that is used.
+    fn stamp<'u>(&mut self, uses: impl Iterator<Item = &'u Use>) -> Ticket {
+        let ticket = Ticket { stream: self.index, number: self.issued + 1 };
+        Claim::stamp(ticket, uses.map(|u| (&u.claim, u.access)));
+        self.device.keeper().counters().submitted.fetch_add(1, Relaxed);
+        self.issued = ticket.number;
+        ticket
+    }
+
+    /// Whether this stream may use it now.
+    fn check(&self, used: &Use) -> Result<(), Error> {
+        let keeper = self.device.keeper();
+        let ordered = |t: usize| match used.relied {
+            true => self.seen[t],
+            false => self.seen[t].max(self.assumed[t]),
+        };
+        let known = |t: usize| ordered(t).max(keeper.clocks().done(t));
+        used.claim.check(used.what, used.access, (keeper.id(), self.index), known)
+    }
+
+    fn own(&self, mark: &Mark) -> Result<(), Error> {
+        let own = mark.device == self.device.keeper().id();
+        own.then_some(()).ok_or(Error::Foreign { what: "stream" })
+    }
+}
+
+const TAKEN: &str = "only `drop` takes the queue";
+
+/// What is known to come before: by either clock, and the ticket.
+fn latest(mine: [u64; STREAMS], theirs: [u64; STREAMS], last: Ticket) -> [u64; STREAMS] {
+    let mut both = std::array::from_fn(|stream| mine[stream].max(theirs[stream]));
+    both[last.stream] = last.number.max(both[last.stream]);
+    both
 }
 
 /// Gives the stream back. Its number stays reserved until its work is done; if this destructor is
 /// leaked it stays reserved for good, which costs a place in the table and nothing else.
 impl<D: Device> Drop for Stream<'_, D> {
     fn drop(&mut self) {
-        self.device.keeper().clocks().detach(self.index, self.issued);
+        self.queue = None; // before its place in the table is free
+        let keeper = self.device.keeper();
+        keeper.clocks().detach(self.index, self.issued);
+        keeper.give_back(self.key);
     }
 }
 

@@ -60,24 +60,38 @@ impl<'f> Case<'f> {
     /// Bytes that are not a safetensors file, by what is wrong with them; metadata that is absent
     /// or not what it should be, by key.
     pub fn parse(bytes: &'f [u8]) -> Result<Self, Failure> {
-        let failed = |error: SafeTensorError| {
-            Failure::input(
-                format!("not a safetensors file: {}", explain(bytes, &error)),
-                "write the case with a safetensors library; docs/formats.md lists its tensors",
-            )
-        };
-        let (_, header) = SafeTensors::read_metadata(bytes).map_err(failed)?;
+        let (_, header) =
+            SafeTensors::read_metadata(bytes).map_err(|error| malformed(bytes, &error))?;
         let metadata: BTreeMap<String, String> =
             header.metadata().iter().flatten().map(|(k, v)| (k.clone(), v.clone())).collect();
         let operation = entry(&metadata, "operation", "the name of an operation")?.to_owned();
         let spec = object(entry(&metadata, "spec", "the operation's Spec as JSON")?)?;
-        let mut tensors = Tensors::default();
-        for (name, view) in SafeTensors::deserialize(bytes).map_err(failed)?.tensors() {
+        let tensors = Tensors::read(bytes)?;
+        Ok(Self { operation, spec, metadata, tensors })
+    }
+}
+
+impl<'f> Tensors<'f> {
+    /// The tensors in the bytes of a safetensors file.
+    ///
+    /// # Errors
+    /// Bytes that are none, by what is wrong with them.
+    pub fn read(bytes: &'f [u8]) -> Result<Self, Failure> {
+        let file = SafeTensors::deserialize(bytes).map_err(|error| malformed(bytes, &error))?;
+        let mut tensors = Self::default();
+        for (name, view) in file.tensors() {
             let (dtype, shape) = (view.dtype(), view.shape().to_vec());
             tensors.insert(name, Tensor { dtype, shape, bytes: view.data().into() });
         }
-        Ok(Self { operation, spec, metadata, tensors })
+        Ok(tensors)
     }
+}
+
+fn malformed(bytes: &[u8], error: &SafeTensorError) -> Failure {
+    Failure::input(
+        format!("not a safetensors file: {}", explain(bytes, error)),
+        "write it with a safetensors library; docs/cli.md lists its tensors",
+    )
 }
 
 fn entry<'m>(
@@ -99,8 +113,13 @@ fn entry<'m>(
 /// Text that is not one JSON object, or has a field twice.
 pub fn object(text: &str) -> Result<Map<String, Value>, Failure> {
     serde_json::from_str::<Once>(text).map(|once| once.0).map_err(|error| {
+        let why = match serde_json::from_str::<Value>(text) {
+            Ok(Value::Object(_)) | Err(_) => format!(": {error}"),
+            Ok(Value::Array(_)) => ", given an array".to_owned(),
+            Ok(value) => format!(", given {value}"),
+        };
         Failure::input(
-            format!("spec: needed a JSON object: {error}"),
+            format!("spec: needed a JSON object{why}"),
             "`mlakit plan --op NAME --spec JSON` prints a whole one",
         )
     })
@@ -208,7 +227,8 @@ mod tests {
     #[test]
     fn a_field_is_given_once() {
         assert!(object(r#"{"heads":1,"heads":2}"#).unwrap_err().message().contains("`heads`"));
-        assert!(object("[1]").is_err());
+        let array = object("[1]").unwrap_err();
+        assert_eq!(array.message(), "spec: needed a JSON object, given an array");
         assert!(object("{} {}").is_err());
         assert_eq!(object(r#"{"heads":1}"#).unwrap().len(), 1);
     }

@@ -151,9 +151,27 @@ impl Table {
 }
 
 impl TensorRule {
+    /// One that every case has.
+    pub const fn needed(
+        name: &'static str,
+        dtypes: &'static [Dtype],
+        axes: &'static [Axis],
+    ) -> Self {
+        Self { name, dtypes, axes, required: true }
+    }
+
+    /// One that only some cases have.
+    pub const fn optional(
+        name: &'static str,
+        dtypes: &'static [Dtype],
+        axes: &'static [Axis],
+    ) -> Self {
+        Self { name, dtypes, axes, required: false }
+    }
+
     fn check(&self, tensor: &Tensor<'_>, dims: &mut Dims) -> Result<(), Failure> {
         let dtype = self.dtypes.iter().any(|dtype| file_dtype(*dtype) == tensor.dtype);
-        let needed = self.needed(dims);
+        let needed = self.describe(dims);
         let fits = tensor.shape.len() == self.axes.len()
             && self
                 .axes
@@ -171,12 +189,12 @@ impl TensorRule {
 
     fn absent(&self, dims: &Dims) -> Failure {
         Failure::input(
-            format!("tensor `{}`: needed {}, given nothing", self.name, self.needed(dims)),
+            format!("tensor `{}`: needed {}, given nothing", self.name, self.describe(dims)),
             "add it to the case",
         )
     }
 
-    fn needed(&self, dims: &Dims) -> String {
+    fn describe(&self, dims: &Dims) -> String {
         let dtypes: Vec<_> = self.dtypes.iter().map(|dtype| dtype.name()).collect();
         let axes: Vec<_> = self.axes.iter().map(|axis| dims.describe(*axis)).collect();
         format!("{} [{}]", dtypes.join(" or "), axes.join(", "))
@@ -196,24 +214,9 @@ mod tests {
 
     const TABLE: Table = Table {
         inputs: &[
-            TensorRule {
-                name: "x",
-                dtypes: &[Dtype::Bf16],
-                axes: &[Axis::Of("R"), Axis::Of("H")],
-                required: true,
-            },
-            TensorRule {
-                name: "ends",
-                dtypes: &[Dtype::I32],
-                axes: &[Axis::OneMore("B")],
-                required: false,
-            },
-            TensorRule {
-                name: "lens",
-                dtypes: &[Dtype::I32],
-                axes: &[Axis::Of("B")],
-                required: false,
-            },
+            TensorRule::needed("x", &[Dtype::Bf16], &[Axis::Of("R"), Axis::Of("H")]),
+            TensorRule::optional("ends", &[Dtype::I32], &[Axis::OneMore("B")]),
+            TensorRule::optional("lens", &[Dtype::I32], &[Axis::Of("B")]),
         ],
         equal: &[("heads", "H")],
         capacity: &[("max_rows", "R"), ("max_batch", "B")],

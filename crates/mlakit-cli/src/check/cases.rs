@@ -1,4 +1,4 @@
-//! Cases by shape: what `check` compares and `bench` times, and what tests write to files.
+//! Cases by shape: what `check` compares, and what tests write to files.
 
 use half::bf16;
 use mlakit::{Dtype, E4m3, RecordFormat, RecordLayout};

@@ -131,7 +131,7 @@ pub fn command(args: &CheckArgs, environment: &Environment) -> Result<Checked, F
 fn compare_case(case: &Named, seed: u64, device: &AnyDevice) -> Result<Line, Failure> {
     let operation = op::find(case.shape.operation())?;
     let built = case.shape.build(seed);
-    let needed = (operation.oracle)(built.clone())?;
+    let needed = (operation.oracle)(built.clone(), &device.facts())?;
     let mut line = Line {
         operation: operation.name,
         name: case.name.clone(),

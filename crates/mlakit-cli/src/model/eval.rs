@@ -5,7 +5,7 @@
 
 use mlakit::Splits;
 use mlakit_model::ModelFolder;
-use mlakit_model::decoder::{DecoderDevice, Generator, GeneratorOptions};
+use mlakit_model::decoder::{DecoderDevice, Generator, GeneratorOptions, TextLimits};
 use serde::Serialize;
 
 use super::{PROMPT_ROWS, attention, cache, open};
@@ -51,6 +51,8 @@ pub fn command(args: &EvalArgs, environment: &Environment) -> Result<EvalReport,
             "use a byte-level checkpoint, such as the embedded one",
         ));
     }
+    let limits = TextLimits::new(&model.config, attention(args.attention));
+    limits.check(text.len().min(WINDOW), 0)?;
     match device::open(&args.device, environment)? {
         AnyDevice::Cpu(device) => score(&device, &model, (&text, args)),
     }
@@ -73,9 +75,10 @@ fn score<D: DecoderDevice>(
     let caller = device.own_stream()?;
     let mut stream = device.stream(&caller)?;
     let pair = (&model.config, &model.checkpoint);
-    let mut generator = Generator::new(&mut stream, pair, options)?;
     let windows: Vec<&[u8]> = text.chunks(WINDOW).collect();
     let mut progress = Progress::new("eval", windows.len());
+    progress.step("loading and preparing");
+    let mut generator = Generator::new(&mut stream, pair, options)?;
     let begin = std::time::Instant::now();
     let mut bits = 0.0;
     for window in &windows {

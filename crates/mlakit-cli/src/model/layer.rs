@@ -4,7 +4,6 @@ use mlakit::{Device, Dtype, Splits};
 use mlakit_model::decoder::{LayerInput, LayerOptions, LayerOutput, run_layer, run_layer_f64};
 use mlakit_model::{AttentionConfig, AttentionWeights, CheckpointError, InputError};
 use mlakit_serve::MlaDevice;
-use safetensors::SafeTensors;
 use serde::Serialize;
 
 use super::{cache, open};
@@ -27,30 +26,14 @@ pub struct LayerReport {
 
 const TABLE: Table = Table {
     inputs: &[
-        TensorRule {
-            name: "hidden",
-            dtypes: &[Dtype::Bf16, Dtype::F32],
-            axes: &[Axis::Of("R"), Axis::Of("hidden_size")],
-            required: true,
-        },
-        TensorRule {
-            name: "q_offsets",
-            dtypes: &[Dtype::I32],
-            axes: &[Axis::OneMore("B")],
-            required: true,
-        },
-        TensorRule {
-            name: "first_position",
-            dtypes: &[Dtype::I32],
-            axes: &[Axis::Of("B")],
-            required: false,
-        },
-        TensorRule {
-            name: "topk",
-            dtypes: &[Dtype::I32],
-            axes: &[Axis::Of("R"), Axis::Of("T")],
-            required: false,
-        },
+        TensorRule::needed(
+            "hidden",
+            &[Dtype::Bf16, Dtype::F32],
+            &[Axis::Of("R"), Axis::Of("hidden_size")],
+        ),
+        TensorRule::needed("q_offsets", &[Dtype::I32], &[Axis::OneMore("B")]),
+        TensorRule::optional("first_position", &[Dtype::I32], &[Axis::Of("B")]),
+        TensorRule::optional("topk", &[Dtype::I32], &[Axis::Of("R"), Axis::Of("T")]),
     ],
     equal: &[("hidden_size", "hidden_size")],
     capacity: &[],
@@ -76,7 +59,12 @@ pub fn command(args: &LayerArgs, environment: &Environment) -> Result<LayerRepor
         .map_err(|error: CheckpointError| Failure::from(mlakit_model::Error::from(error)))?;
     let pair = (&layer.attention, &weights);
     let (output, computed_by) = match args.precision {
-        Precision::F64 => (run_layer_f64(pair, &input, args.chunk)?, "f64 oracle".to_owned()),
+        Precision::F64 => {
+            // What it is told of a device must be right, though it needs none.
+            device::present_facts(&args.device, environment)?;
+            let by = format!("f64 oracle, {} cache", args.record.name());
+            (run_layer_f64(pair, &input, (args.record, args.chunk))?, by)
+        }
         Precision::Bf16 => match device::open(&args.device, environment)? {
             AnyDevice::Cpu(device) => {
                 (on_device(&device, pair, &input, args)?, { device.facts().to_string() })
@@ -146,17 +134,7 @@ fn read(args: &LayerArgs, hidden: usize) -> Result<LayerInput, Failure> {
 /// # Errors
 /// Bytes that are no safetensors file; a tensor that is unknown, absent or does not fit.
 pub fn parse(bytes: &[u8], hidden: usize) -> Result<LayerInput, Failure> {
-    let failed = |error: safetensors::SafeTensorError| {
-        Failure::input(
-            format!("not a safetensors file: {error}"),
-            "write it with a safetensors library; docs/cli.md lists its tensors",
-        )
-    };
-    let mut tensors = Tensors::default();
-    for (name, view) in SafeTensors::deserialize(bytes).map_err(failed)?.tensors() {
-        let (dtype, shape) = (view.dtype(), view.shape().to_vec());
-        tensors.insert(name, Tensor { dtype, shape, bytes: view.data().into() });
-    }
+    let tensors = Tensors::read(bytes)?;
     let mut sizes = serde_json::Map::new();
     sizes.insert("hidden_size".into(), hidden.into());
     let dims: Dims = TABLE.check(&mut sizes, &tensors)?;

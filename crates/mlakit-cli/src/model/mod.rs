@@ -5,13 +5,13 @@ use std::path::Path;
 use mlakit::op::merge::Partial;
 use mlakit::{RecordFormat, Splits};
 use mlakit_model::decoder::{self, DecodeError};
-use mlakit_model::{ModelFolder, embedded};
+use mlakit_model::{ModelConfig, ModelFolder, embedded};
 use mlakit_serve::CacheSpec;
 use serde::Serialize;
 
 use crate::args::Attention;
 use crate::failure::Failure;
-use crate::report;
+use crate::{machine, plan, report};
 
 pub mod eval;
 pub mod layer;
@@ -36,6 +36,17 @@ fn open(dir: Option<&Path>) -> Result<ModelFolder, Failure> {
     }
 }
 
+/// Refuses caches that this machine has no memory for.
+fn ensure_cache(
+    config: &ModelConfig,
+    record: RecordFormat,
+    (batch, tokens): (usize, usize),
+) -> Result<(), Failure> {
+    let tokens = tokens.next_multiple_of(PAGE_SIZE).saturating_mul(batch);
+    let bytes = plan::model::token_bytes(config, record).saturating_mul(tokens);
+    machine::ensure_memory(&format!("the cache of {tokens} tokens"), bytes)
+}
+
 fn cache(record: RecordFormat, partial: Partial, splits: Splits) -> CacheSpec {
     CacheSpec { record, page_size: PAGE_SIZE, partial, splits }
 }
@@ -54,6 +65,9 @@ impl From<DecodeError> for Failure {
             DecodeError::Device(error) => error.into(),
             DecodeError::Unsupported { what, because, instead } => {
                 Self::input(format!("{what}: {because}"), instead)
+            }
+            DecodeError::Input { what: "prompt and new tokens", .. } => {
+                Self::input(error.to_string(), "lower --tokens, or give a shorter prompt")
             }
             DecodeError::Input { .. } => Self::input(error.to_string(), "change the named input"),
             other => Self::input(other.to_string(), "use fewer prompts or tokens"),

@@ -4,15 +4,16 @@ use std::io::{self, IsTerminal, Write};
 
 use mlakit::Category;
 use mlakit_model::decoder::{
-    DecodeError, DecoderDevice, Generation, Generator, GeneratorOptions, Sampling,
+    DecodeError, DecoderDevice, Generation, Generator, GeneratorOptions, Sampling, TextLimits,
 };
 use mlakit_model::{ModelFolder, TextTokenizer};
 use serde::Serialize;
 
-use super::{Owned, PROMPT_ROWS, attention, cache, ledger, ledger_lines, open};
+use super::{Owned, PROMPT_ROWS, attention, cache, ensure_cache, ledger, ledger_lines, open};
 use crate::args::{Format, RunArgs};
 use crate::device::{self, AnyDevice, Environment};
 use crate::failure::Failure;
+use crate::progress::Progress;
 use crate::report::Report;
 
 /// What `run` did.
@@ -52,7 +53,13 @@ pub fn command(
     if prompts.is_empty() {
         return Err(Failure::input(
             "no prompt: needed at least one text",
-            "mlakit run \"MACBETH.\"",
+            "try `mlakit run \"MACBETH.\" --attention dense`",
+        ));
+    }
+    if let Some(blank) = prompts.iter().position(|prompt| prompt.trim().is_empty()) {
+        return Err(Failure::input(
+            format!("prompt {}: needed a text, given {:?}", blank + 1, prompts[blank]),
+            "quote a text of one character or more; a variable that is not set is an empty text",
         ));
     }
     let model = open(args.model.as_deref())?;
@@ -63,6 +70,11 @@ pub fn command(
         .iter()
         .map(|prompt| tokenizer.encode(prompt).map_err(mlakit_model::Error::from))
         .collect::<Result<Vec<_>, _>>()?;
+    // Before the weights are loaded: what is too long is known at once.
+    let limits = TextLimits::new(&model.config, attention(args.attention));
+    ids.iter().try_for_each(|ids| limits.check(ids.len(), args.tokens))?;
+    let longest = ids.iter().map(Vec::len).max().unwrap_or(1) + args.tokens;
+    ensure_cache(&model.config, args.record, (ids.len(), longest))?;
     match device::open(&args.device, environment)? {
         AnyDevice::Cpu(device) => {
             let job = Job { args, model: &model, tokenizer, prompts: &prompts, ids: &ids };
@@ -94,7 +106,9 @@ impl Job<'_> {
         let caller = device.own_stream()?;
         let mut stream = device.stream(&caller)?;
         let pair = (&self.model.config, &self.model.checkpoint);
+        let loading = Progress::new("loading and preparing", 1);
         let mut generator = Generator::new(&mut stream, pair, options)?;
+        drop(loading);
         let sampling = Sampling { temperature: args.temperature, seed: args.seed };
         let mut printer = Printer::new(self, stream_text);
         let made = generator.generate(

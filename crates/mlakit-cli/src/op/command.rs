@@ -76,7 +76,8 @@ pub fn command(args: &OpArgs, environment: &Environment) -> Result<impl Report +
     let metadata = case.metadata.clone();
     let replays = args.replay.unwrap_or(0);
     let (device, plan, outcome) = if args.oracle {
-        let exact = (operation.oracle)(case).map_err(|failure| failure.within(&place))?;
+        let facts = device::present_facts(&args.device, environment)?;
+        let exact = (operation.oracle)(case, &facts).map_err(|failure| failure.within(&place))?;
         ("oracle (f64)".to_owned(), None, exact.rounded())
     } else {
         let device = device::open(&args.device, environment)?;

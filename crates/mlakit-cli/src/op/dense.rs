@@ -3,8 +3,8 @@
 use half::bf16;
 use mlakit::op::dense::{Dense, DenseArgs, DenseCase, QueryCase, QueryDtype, QueryInput, oracle};
 use mlakit::op::merge::LseOutput;
-use mlakit::splits::Division;
-use mlakit::{Device, Dtype, E4m3, Element, Error, Input, LseBase, PageGeometry};
+use mlakit::splits::{BLOCK, Budget, Capacity, Division, Splits};
+use mlakit::{Choice, Device, Dtype, E4m3, Element, Error, Input, LseBase, PageGeometry};
 use safetensors::Dtype as FileDtype;
 use serde_json::{Map, Value};
 
@@ -16,54 +16,18 @@ use crate::case::{Axis, Dims, Table, TensorRule, Tensors};
 impl CaseOp for Dense {
     const TABLE: Table = Table {
         inputs: &[
-            TensorRule {
-                name: "q",
-                dtypes: &[Dtype::Bf16, Dtype::E4m3],
-                axes: &[Axis::Of("R"), Axis::Of("H"), Axis::Of("K")],
-                required: true,
-            },
-            TensorRule {
-                name: "cache",
-                dtypes: &[Dtype::U8],
-                axes: &[Axis::Of("P"), Axis::Of("page_bytes")],
-                required: true,
-            },
-            TensorRule {
-                name: "page_table",
-                dtypes: &[Dtype::I32],
-                axes: &[Axis::Of("B"), Axis::Of("W")],
-                required: true,
-            },
-            TensorRule {
-                name: "kv_lens",
-                dtypes: &[Dtype::I32],
-                axes: &[Axis::Of("B")],
-                required: true,
-            },
-            TensorRule {
-                name: "q_offsets",
-                dtypes: &[Dtype::I32],
-                axes: &[Axis::OneMore("B")],
-                required: true,
-            },
-            TensorRule {
-                name: "row_kv_lens",
-                dtypes: &[Dtype::I32],
-                axes: &[Axis::Of("R")],
-                required: false,
-            },
-            TensorRule {
-                name: "kv_scale",
-                dtypes: &[Dtype::F32],
-                axes: &[Axis::Exactly(1)],
-                required: false,
-            },
-            TensorRule {
-                name: "q_scale",
-                dtypes: &[Dtype::F32],
-                axes: &[Axis::Exactly(1)],
-                required: false,
-            },
+            TensorRule::needed(
+                "q",
+                &[Dtype::Bf16, Dtype::E4m3],
+                &[Axis::Of("R"), Axis::Of("H"), Axis::Of("K")],
+            ),
+            TensorRule::needed("cache", &[Dtype::U8], &[Axis::Of("P"), Axis::Of("page_bytes")]),
+            TensorRule::needed("page_table", &[Dtype::I32], &[Axis::Of("B"), Axis::Of("W")]),
+            TensorRule::needed("kv_lens", &[Dtype::I32], &[Axis::Of("B")]),
+            TensorRule::needed("q_offsets", &[Dtype::I32], &[Axis::OneMore("B")]),
+            TensorRule::optional("row_kv_lens", &[Dtype::I32], &[Axis::Of("R")]),
+            TensorRule::optional("kv_scale", &[Dtype::F32], &[Axis::Exactly(1)]),
+            TensorRule::optional("q_scale", &[Dtype::F32], &[Axis::Exactly(1)]),
         ],
         equal: &[("heads", "H"), ("qk_width", "K")],
         capacity: &[("max_rows", "R"), ("max_batch", "B"), ("max_table_width", "W")],
@@ -102,6 +66,22 @@ impl CaseOp for Dense {
 
     fn pages(spec: &Self::Spec) -> Option<PageGeometry> {
         Some(spec.pages())
+    }
+
+    /// A number of splits that was asked for and is not what the plan has.
+    fn notes(spec: &Self::Spec, choice: &Choice) -> Vec<String> {
+        let Splits::Count(asked) = spec.splits else { return Vec::new() };
+        if choice.splits >= asked {
+            return Vec::new();
+        }
+        let unbounded = Capacity { budget: Budget::default(), ..spec.capacity() };
+        let blocks = unbounded.blocks();
+        let why = if blocks <= choice.splits {
+            format!("a row touches at most {blocks} blocks of {BLOCK} tokens")
+        } else {
+            "`budget` allows no more".to_owned()
+        };
+        vec![format!("{asked} splits were asked for, the plan has {}: {why}", choice.splits)]
     }
 
     fn check(call: &Call<'_, Self>) -> Result<(), crate::Failure> {
@@ -154,10 +134,9 @@ impl CaseOp for Dense {
         })
     }
 
-    /// With the splits that the Spec says, and one where it leaves them to the device.
-    fn oracle(call: &Call<'_, Self>) -> Exact {
+    /// With the splits of the device's plan, whose results it rounds as the device does.
+    fn oracle(call: &Call<'_, Self>, choice: &Choice) -> Exact {
         let (spec, tensors) = (&call.spec, &call.tensors);
-        let splits = spec.capacity().resolve(1).unwrap_or(1);
         let (wide, narrow) = (tensors.values::<bf16>("q"), tensors.values::<u8>("q"));
         let (cache, table) = (tensors.values::<u8>("cache"), tensors.values::<i32>("page_table"));
         let (lens, offsets) =
@@ -165,7 +144,7 @@ impl CaseOp for Dense {
         let row_lens = tensors.values::<i32>("row_kv_lens");
         let result = oracle(
             spec,
-            Division::new(spec.splits, splits),
+            Division::new(spec.splits, choice.splits),
             &DenseCase {
                 q: match spec.query {
                     QueryDtype::Bf16 => QueryCase::Bf16(&wide),

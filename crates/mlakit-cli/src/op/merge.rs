@@ -1,7 +1,7 @@
 //! `merge` from a case file.
 
 use mlakit::op::merge::{LseInput, Merge, MergeArgs, MergeCase, Partial, PartialInput, oracle};
-use mlakit::{Device, Dtype, Error, LseBase};
+use mlakit::{Choice, Device, Dtype, Error, LseBase};
 use safetensors::Dtype as FileDtype;
 use serde_json::{Map, Value};
 
@@ -14,24 +14,17 @@ use crate::case::{Axis, Dims, Table, TensorRule, Tensors};
 impl CaseOp for Merge {
     const TABLE: Table = Table {
         inputs: &[
-            TensorRule {
-                name: "outs",
-                dtypes: &[Dtype::Bf16, Dtype::F32],
-                axes: &[Axis::Of("S"), Axis::Of("R"), Axis::Of("H"), Axis::Of("V")],
-                required: true,
-            },
-            TensorRule {
-                name: "lses",
-                dtypes: &[Dtype::F32],
-                axes: &[Axis::Of("S"), Axis::Of("R"), Axis::Of("H")],
-                required: true,
-            },
-            TensorRule {
-                name: "sink",
-                dtypes: &[Dtype::F32],
-                axes: &[Axis::Of("H")],
-                required: false,
-            },
+            TensorRule::needed(
+                "outs",
+                &[Dtype::Bf16, Dtype::F32],
+                &[Axis::Of("S"), Axis::Of("R"), Axis::Of("H"), Axis::Of("V")],
+            ),
+            TensorRule::needed(
+                "lses",
+                &[Dtype::F32],
+                &[Axis::Of("S"), Axis::Of("R"), Axis::Of("H")],
+            ),
+            TensorRule::optional("sink", &[Dtype::F32], &[Axis::Of("H")]),
         ],
         equal: &[("splits", "S"), ("heads", "H"), ("value_width", "V")],
         capacity: &[("max_rows", "R")],
@@ -90,7 +83,7 @@ impl CaseOp for Merge {
         })
     }
 
-    fn oracle(call: &Call<'_, Self>) -> Exact {
+    fn oracle(call: &Call<'_, Self>, _: &Choice) -> Exact {
         let (spec, tensors) = (&call.spec, &call.tensors);
         let outs: Vec<f32> = match spec.partial {
             Partial::Bf16 => {

@@ -6,7 +6,7 @@ use mlakit::op::merge::Merge;
 use mlakit::op::projection::Projection;
 use mlakit::op::writer::Writer;
 use mlakit::scratch::FAULT_NAMES;
-use mlakit::{Device, Dtype, Error, Op, PageGeometry, Plan, Runs};
+use mlakit::{Choice, Device, Dtype, Error, Op, PageGeometry, Plan, Runs};
 use mlakit_cpu::Cpu;
 use serde_json::{Map, Value};
 
@@ -23,11 +23,13 @@ mod merge;
 mod projection;
 pub mod session;
 pub mod source;
+mod spec;
 mod writer;
 
 pub use command::command;
 use session::Session;
 use source::Source;
+pub use spec::read_spec;
 
 /// What the program needs to know of an operation to run it from a file.
 pub trait CaseOp: Op {
@@ -53,8 +55,12 @@ pub trait CaseOp: Op {
         call: &Call<'_, Self>,
         source: &mut S,
     ) -> Result<Self::Args<'static, D>, Error>;
-    /// What the oracle says.
-    fn oracle(call: &Call<'_, Self>) -> Exact;
+    /// What the oracle says, rounding where a plan of this choice does.
+    fn oracle(call: &Call<'_, Self>, choice: &Choice) -> Exact;
+    /// Where a plan is not what the Spec asked for.
+    fn notes(_spec: &Self::Spec, _choice: &Choice) -> Vec<String> {
+        Vec::new()
+    }
 }
 
 /// A tensor that not every case has.
@@ -128,8 +134,8 @@ pub struct Operation {
     pub plan: fn(Map<String, Value>, &AnyFacts) -> Result<PlanReport, Failure>,
     /// Runs a case.
     pub run: fn(Case<'_>, &AnyDevice, usize) -> Result<Ran, Failure>,
-    /// Runs the oracle.
-    pub oracle: fn(Case<'_>) -> Result<Exact, Failure>,
+    /// Runs the oracle, with the splits of the plan for these facts.
+    pub oracle: fn(Case<'_>, &AnyFacts) -> Result<Exact, Failure>,
 }
 
 /// A case that a device ran.
@@ -257,23 +263,17 @@ fn run_on<O: CaseOp, D: Runs<O>>(
     Ok(Ran { outcome, plan: PlanReport::of(session.plan()) })
 }
 
-fn oracle<O: CaseOp>(case: Case<'_>) -> Result<Exact, Failure> {
-    Ok(O::oracle(&Call::<O>::new(case)?))
-}
-
-/// Makes a Spec from its fields.
-///
-/// # Errors
-/// A field that is unknown, absent, of another type or out of its bounds, by name.
-pub fn read_spec<O: Op>(fields: Map<String, Value>) -> Result<O::Spec, Failure> {
-    serde_path_to_error::deserialize(Value::Object(fields)).map_err(|error| {
-        let path = error.path().to_string();
-        let place = if path == "." { String::new() } else { format!(" field `{path}`") };
-        Failure::input(
-            format!("spec{place}: {}", error.inner()),
-            format!("`mlakit plan --op {} --spec JSON` checks a spec", O::NAME),
-        )
-    })
+fn oracle<O: CaseOp>(case: Case<'_>, facts: &AnyFacts) -> Result<Exact, Failure>
+where
+    Cpu: Runs<O>,
+{
+    let call = Call::<O>::new(case)?;
+    match facts {
+        AnyFacts::Cpu(facts) => {
+            let plan = Plan::<O>::for_device::<Cpu>(&call.spec, facts)?;
+            Ok(O::oracle(&call, plan.choice()))
+        }
+    }
 }
 
 impl<'c, O: CaseOp> Call<'c, O> {

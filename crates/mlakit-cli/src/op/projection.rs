@@ -4,7 +4,7 @@
 use half::bf16;
 use mlakit::op::layer::{Float, FloatOutput};
 use mlakit::op::projection::{Projection, ProjectionArgs, ProjectionSpec, oracle};
-use mlakit::{Device, Dtype, Error};
+use mlakit::{Choice, Device, Dtype, Error};
 
 use super::source::{Lying, Source, Strided};
 use super::{Call, CaseOp, Exact, Expected, NO_FAULTS, Optional};
@@ -13,18 +13,12 @@ use crate::case::{Axis, Table, TensorRule};
 impl CaseOp for Projection {
     const TABLE: Table = Table {
         inputs: &[
-            TensorRule {
-                name: "x",
-                dtypes: &[Dtype::Bf16],
-                axes: &[Axis::Of("R"), Axis::Of("H"), Axis::Of("p")],
-                required: true,
-            },
-            TensorRule {
-                name: "weight",
-                dtypes: &[Dtype::Bf16],
-                axes: &[Axis::Of("H"), Axis::Of("p"), Axis::Of("n")],
-                required: true,
-            },
+            TensorRule::needed("x", &[Dtype::Bf16], &[Axis::Of("R"), Axis::Of("H"), Axis::Of("p")]),
+            TensorRule::needed(
+                "weight",
+                &[Dtype::Bf16],
+                &[Axis::Of("H"), Axis::Of("p"), Axis::Of("n")],
+            ),
         ],
         equal: &[("heads", "H"), ("in_width", "p"), ("out_width", "n")],
         capacity: &[("max_rows", "R")],
@@ -58,7 +52,7 @@ impl CaseOp for Projection {
         })
     }
 
-    fn oracle(call: &Call<'_, Self>) -> Exact {
+    fn oracle(call: &Call<'_, Self>, _: &Choice) -> Exact {
         let (x, weight) = (call.tensors.values::<bf16>("x"), call.tensors.values::<bf16>("weight"));
         let y = oracle(&call.spec, &x, &weight);
         Exact::numbers(call, vec![y], NO_FAULTS)

@@ -92,15 +92,6 @@ impl<'s, O: CaseOp, D: Runs<O>> Session<'s, O, D> {
         self.outcome(|name| keys.read(name, graph))
     }
 
-    /// Replays it on whatever the slots hold, and waits: what a timing measures.
-    ///
-    /// # Errors
-    /// What replaying says.
-    pub fn replay_as_is(&mut self, captured: &mut Captured<D>) -> Result<(), Failure> {
-        captured.graph.replay(&mut self.stream)?.wait(&mut self.stream)?;
-        Ok(())
-    }
-
     /// The plan.
     pub fn plan(&self) -> &Plan<O> {
         self.prepared.plan()

@@ -3,7 +3,7 @@
 use half::bf16;
 use mlakit::op::writer::{Writer, WriterArgs, WriterCase, oracle};
 use mlakit::scratch::Fault;
-use mlakit::{Device, Dtype, Error, PageGeometry};
+use mlakit::{Choice, Device, Dtype, Error, PageGeometry};
 use serde_json::{Map, Value};
 
 use super::dense::given;
@@ -15,36 +15,11 @@ use crate::case::{Axis, Dims, Table, TensorRule, Tensors};
 impl CaseOp for Writer {
     const TABLE: Table = Table {
         inputs: &[
-            TensorRule {
-                name: "latent",
-                dtypes: &[Dtype::Bf16],
-                axes: &[Axis::Of("N"), Axis::Of("L")],
-                required: true,
-            },
-            TensorRule {
-                name: "rope",
-                dtypes: &[Dtype::Bf16],
-                axes: &[Axis::Of("N"), Axis::Of("r")],
-                required: false,
-            },
-            TensorRule {
-                name: "slots",
-                dtypes: &[Dtype::I64],
-                axes: &[Axis::Of("M")],
-                required: true,
-            },
-            TensorRule {
-                name: "cache",
-                dtypes: &[Dtype::U8],
-                axes: &[Axis::Of("P"), Axis::Of("page_bytes")],
-                required: true,
-            },
-            TensorRule {
-                name: "kv_scale",
-                dtypes: &[Dtype::F32],
-                axes: &[Axis::Exactly(1)],
-                required: false,
-            },
+            TensorRule::needed("latent", &[Dtype::Bf16], &[Axis::Of("N"), Axis::Of("L")]),
+            TensorRule::optional("rope", &[Dtype::Bf16], &[Axis::Of("N"), Axis::Of("r")]),
+            TensorRule::needed("slots", &[Dtype::I64], &[Axis::Of("M")]),
+            TensorRule::needed("cache", &[Dtype::U8], &[Axis::Of("P"), Axis::Of("page_bytes")]),
+            TensorRule::optional("kv_scale", &[Dtype::F32], &[Axis::Exactly(1)]),
         ],
         equal: &[("latent_width", "L"), ("rope_width", "r")],
         capacity: &[("max_rows", "M")],
@@ -104,7 +79,7 @@ impl CaseOp for Writer {
         })
     }
 
-    fn oracle(call: &Call<'_, Self>) -> Exact {
+    fn oracle(call: &Call<'_, Self>, _: &Choice) -> Exact {
         let tensors = &call.tensors;
         let (latent, rope) = (tensors.values::<bf16>("latent"), tensors.values::<bf16>("rope"));
         let slots = tensors.values::<i64>("slots");

@@ -1,7 +1,7 @@
 //! `mlakit plan`: what an operation or a model needs, computed without a device.
 
+use mlakit::Plan;
 use mlakit::scratch::{FAULT_BYTES, RegionSpec};
-use mlakit::{Op, Plan};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -10,7 +10,7 @@ use crate::case::read::object;
 use crate::case::read_file;
 use crate::device::{self, Environment};
 use crate::failure::Failure;
-use crate::op;
+use crate::op::{self, CaseOp};
 use crate::report::{self, Report};
 
 pub mod model;
@@ -27,6 +27,9 @@ pub struct PlanReport {
     kernel: &'static str,
     /// Parts that a row may be divided into.
     splits: usize,
+    /// Where it is not what the Spec asked for.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    notes: Vec<String>,
     /// The regions behind the fault block.
     scratch: Vec<RegionSpec>,
     /// The fault block and the regions, each aligned.
@@ -35,12 +38,13 @@ pub struct PlanReport {
 
 impl PlanReport {
     /// Of a plan.
-    pub fn of<O: Op>(plan: &Plan<O>) -> Self {
+    pub fn of<O: CaseOp>(plan: &Plan<O>) -> Self {
         Self {
             planned_for: plan.planned_for().to_owned(),
             spec: serde_json::to_value(plan.spec()).unwrap_or(Value::Null),
             kernel: plan.choice().kernel,
             splits: plan.choice().splits,
+            notes: O::notes(plan.spec(), plan.choice()),
             scratch: plan.scratch().to_vec(),
             scratch_bytes: plan.scratch_bytes(),
         }
@@ -53,7 +57,10 @@ impl PlanReport {
 
     /// What was chosen, by name.
     pub fn choices(&self) -> Vec<(&'static str, String)> {
-        vec![("kernel", self.kernel.to_owned()), ("splits", self.splits.to_string())]
+        let mut choices =
+            vec![("kernel", self.kernel.to_owned()), ("splits", self.splits.to_string())];
+        choices.extend(self.notes.iter().map(|note| ("note", note.clone())));
+        choices
     }
 
     /// Every scratch region in bytes, and the total.

@@ -154,7 +154,8 @@ fn record_bytes(format: RecordFormat, width: usize) -> usize {
     RecordLayout { format, width }.bytes()
 }
 
-fn token_bytes(config: &ModelConfig, format: RecordFormat) -> usize {
+/// Bytes of a token in the caches of all layers.
+pub fn token_bytes(config: &ModelConfig, format: RecordFormat) -> usize {
     config.layers.iter().map(|layer| record_bytes(format, layer.attention.cache_width())).sum()
 }
 

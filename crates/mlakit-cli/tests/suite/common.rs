@@ -47,6 +47,7 @@ pub fn refused(output: &Output, needle: &str) {
     assert!(!errors.contains("panicked"), "{errors}");
     assert!(errors.starts_with("error: "), "{errors}");
     assert!(errors.contains(needle), "needed {needle:?} in:\n{errors}");
+    assert!(errors.contains("\nhelp: "), "{errors}");
 }
 
 /// A folder for one test.

@@ -6,7 +6,7 @@ use mlakit_cli::args::{DeviceArgs, DeviceName};
 use mlakit_cli::case::Case;
 use mlakit_cli::case::read::object;
 use mlakit_cli::check::random::Random;
-use mlakit_cli::device::{AnyDevice, Environment, facts, open};
+use mlakit_cli::device::{AnyDevice, AnyFacts, Environment, facts, open};
 use mlakit_cli::op;
 
 use crate::common::{Folder, all};
@@ -60,7 +60,9 @@ fn read(bytes: &[u8], device: Option<&AnyDevice>) -> Result<(), Failure> {
     if case.spec.values().any(|value| value.as_u64().is_some_and(|value| value > 1 << 16)) {
         return Ok(());
     }
-    let exact = (operation.oracle)(case.clone())?;
+    let detected = || AnyFacts::Cpu(mlakit_cpu::Facts::detect());
+    let facts = device.map_or_else(detected, AnyDevice::facts);
+    let exact = (operation.oracle)(case.clone(), &facts)?;
     if let Some(device) = device {
         let ran = (operation.run)(case, device, 1)?;
         assert_eq!(ran.outcome.faults, exact.faults);

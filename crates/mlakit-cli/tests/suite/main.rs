@@ -5,6 +5,7 @@ mod cuda;
 mod fuzz;
 mod malformed_cases;
 mod malformed_flags;
+mod model;
 mod ops;
 mod plan;
 mod tools;

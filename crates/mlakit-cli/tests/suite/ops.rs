@@ -175,10 +175,16 @@ fn instructions_can_be_chosen() {
             let by_variable = program().args(&words).env("MLAKIT_ISA", name).output().unwrap();
             assert!(printed(&by_variable).contains(name));
         } else {
-            crate::common::refused(
-                &program().args(&words).args(["--isa", name]).output().unwrap(),
-                name,
-            );
+            let has = "needed instructions of this processor, which has scalar";
+            let bench = ["bench", "--heads", "1", "--tokens", "64"].map(String::from).to_vec();
+            let check = ["check", "--quick"].map(String::from).to_vec();
+            let run = ["run", "a", "--tokens", "1"].map(String::from).to_vec();
+            for words in [words.clone(), vec!["doctor".into()], bench, check, run] {
+                let by_flag = program().args(&words).args(["--isa", name]).output().unwrap();
+                crate::common::refused(&by_flag, &format!("--isa {name}: {has}"));
+                let by_variable = program().args(&words).env("MLAKIT_ISA", name).output().unwrap();
+                crate::common::refused(&by_variable, &format!("MLAKIT_ISA {name}: {has}"));
+            }
         }
     }
 }

@@ -41,6 +41,26 @@ fn scratch_is_exact() {
     }
 }
 
+/// A budget that allows fewer splits than were asked for is said, and so is a short cache.
+#[test]
+fn fewer_splits_than_asked_for_are_noted() {
+    let notes = |spec: &str| plan("dense", spec, &[])["notes"].clone();
+    assert_eq!(notes(DENSE), Value::Null);
+    let budget = DENSE.replace("\"max_rows\"", "\"budget\":{\"max_splits\":3},\"max_rows\"");
+    assert_eq!(plan("dense", &budget, &[])["splits"], 3);
+    assert_eq!(
+        notes(&budget),
+        json!(["7 splits were asked for, the plan has 3: `budget` allows no more"])
+    );
+    let rows = DENSE.replace("\"max_rows\"", "\"budget\":{\"max_partial_rows\":9},\"max_rows\"");
+    assert!(notes(&rows)[0].as_str().unwrap().contains("the plan has 2: `budget`"));
+    let short = DENSE.replace("65536", "100");
+    let touched = "the plan has 2: a row touches at most 2 blocks of 64 tokens";
+    assert!(notes(&short)[0].as_str().unwrap().ends_with(touched));
+    let text = printed(&mlakit(["plan", "--op", "dense", "--spec", &budget]));
+    assert!(text.contains("7 splits were asked for"), "{text}");
+}
+
 /// Machines that are not here are planned for; what they have decides.
 #[test]
 fn facts_can_be_described() {

@@ -1,6 +1,7 @@
 //! Kernels. Each is written once, over `engine::Engine`, and compiled for every instruction set;
 //! [`Kernels`] is the way in.
 
+mod amx;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
@@ -20,6 +21,9 @@ use std::ops::Range;
 
 use crate::isa::{Isa, IsaUnavailable};
 
+/// Whether this process may use the tiles of AMX.
+#[cfg(target_arch = "x86_64")]
+pub(crate) use amx::is_usable as tiles_are_usable;
 pub use dense::{
     BLOCK, Counted, DenseCall, DenseItem, Geometry, KeyCache, KeyFormat, LseBase, OutFormat,
     Output, Queries, QueryFormat, Visible,
@@ -34,6 +38,8 @@ pub struct Kernels {
     isa: Isa,
     /// Whether scalar code may be compiled with AVX2 and FMA: the same bits, faster.
     scalar_with_fma: bool,
+    /// Whether tiles are those of plain code.
+    emulated: bool,
 }
 
 /// The entry points of one engine, compiled with its features.
@@ -99,6 +105,33 @@ entries!(
     "avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi"
 );
 
+/// The entry point of dense attention on tiles, compiled with the features of the vectors beside them.
+macro_rules! tile_entry {
+    ($module:ident, $unit:expr $(, $features:literal)?) => {
+        mod $module {
+            use super::*;
+
+            /// # Safety
+            /// As `Kernels::dense`, on a machine with the features and the unit.
+            $(#[target_feature(enable = $features)])?
+            pub(super) unsafe fn dense(call: &DenseCall<'_>, item: &DenseItem, scratch: *mut u8) {
+                // SAFETY: the contract of this function.
+                unsafe { dense::amx::forward(&mut $unit, call, item, scratch) }
+            }
+        }
+    };
+}
+
+tile_entry!(emulated_entry, amx::Emulated::new());
+#[cfg(target_arch = "x86_64")]
+tile_entry!(emulated_fma_entry, amx::Emulated::new(), "avx2,fma");
+#[cfg(target_arch = "x86_64")]
+tile_entry!(
+    amx_entry,
+    amx::Amx::assume(),
+    "avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi"
+);
+
 /// Calls an entry point of the instruction set of `$kernels`.
 macro_rules! dispatch {
     ($kernels:expr, $entry:ident($($argument:expr),*)) => {{
@@ -106,13 +139,13 @@ macro_rules! dispatch {
         // caller's contract.
         #[cfg(target_arch = "x86_64")]
         unsafe {
-            match $kernels.isa {
+            match $kernels.vectors() {
                 Isa::Scalar if $kernels.scalar_with_fma => {
                     scalar_fma_entries::$entry($($argument),*)
                 }
                 Isa::Scalar => scalar_entries::$entry($($argument),*),
                 Isa::Avx2 => avx2_entries::$entry($($argument),*),
-                Isa::Avx512 => avx512_entries::$entry($($argument),*),
+                Isa::Avx512 | Isa::Amx => avx512_entries::$entry($($argument),*),
                 Isa::Avx512Bf16 => avx512bf16_entries::$entry($($argument),*),
             }
         }
@@ -129,7 +162,7 @@ macro_rules! dispatch {
 pub fn packs_f32(isa: Isa) -> Option<usize> {
     match isa {
         Isa::Avx2 => Some(8),
-        Isa::Avx512 => Some(16),
+        Isa::Avx512 | Isa::Amx => Some(16),
         Isa::Scalar | Isa::Avx512Bf16 => None,
     }
 }
@@ -141,12 +174,25 @@ impl Kernels {
     /// [`IsaUnavailable`] where this machine does not have it.
     pub fn new(isa: Isa) -> Result<Kernels, IsaUnavailable> {
         let isa = Isa::choose(Some(isa))?;
-        Ok(Kernels { isa, scalar_with_fma: Isa::Avx2.is_available() })
+        Ok(Kernels { isa, scalar_with_fma: Isa::Avx2.is_available(), emulated: false })
+    }
+
+    /// The kernels of [`Isa::Amx`] over tiles in plain code, on any machine: dense attention has the bits of
+    /// AMX, the rest those of [`Isa::Scalar`]. They are slow, for tests and for finding out what another
+    /// machine computed.
+    pub fn emulated_amx() -> Kernels {
+        let scalar_with_fma = Isa::Avx2.is_available();
+        Kernels { isa: Isa::Amx, scalar_with_fma, emulated: true }
     }
 
     /// The instruction set.
     pub fn isa(self) -> Isa {
         self.isa
+    }
+
+    /// The instruction set of what is not done on tiles.
+    fn vectors(self) -> Isa {
+        if self.emulated { Isa::Scalar } else { self.isa }
     }
 
     /// Bytes of scratch that one worker needs for items of at most `max_rows` rows and `max_heads`
@@ -158,9 +204,12 @@ impl Kernels {
         max_rows: usize,
         max_heads: usize,
     ) -> usize {
+        if self.isa == Isa::Amx {
+            return dense::amx::scratch_bytes(geometry, max_rows, max_heads);
+        }
         #[cfg(target_arch = "x86_64")]
-        let bytes = match self.isa {
-            Isa::Scalar => dense::scratch_bytes::<scalar::Scalar>,
+        let bytes = match self.vectors() {
+            Isa::Scalar | Isa::Amx => dense::scratch_bytes::<scalar::Scalar>,
             Isa::Avx2 => dense::scratch_bytes::<avx2::Avx2>,
             Isa::Avx512 => dense::scratch_bytes::<avx512::Avx512>,
             Isa::Avx512Bf16 => dense::scratch_bytes::<avx512bf16::Avx512Bf16>,
@@ -184,7 +233,31 @@ impl Kernels {
     /// [`Kernels::dense_scratch_bytes`] and used by this worker alone. The geometry holds what its
     /// fields say; rows and heads of the item exist and are not empty.
     pub unsafe fn dense(self, call: &DenseCall<'_>, item: &DenseItem, scratch: *mut u8) {
+        if self.isa == Isa::Amx {
+            // SAFETY: the contract of this function.
+            return unsafe { self.dense_on_tiles(call, item, scratch) };
+        }
         dispatch!(self, dense(call, item, scratch))
+    }
+
+    /// # Safety
+    /// As [`Kernels::dense`].
+    unsafe fn dense_on_tiles(self, call: &DenseCall<'_>, item: &DenseItem, scratch: *mut u8) {
+        // SAFETY: `Kernels::new` found the instructions and tiles on this machine, or tiles are emulated; the
+        // rest is the caller's contract.
+        #[cfg(target_arch = "x86_64")]
+        unsafe {
+            match (self.emulated, self.scalar_with_fma) {
+                (false, _) => amx_entry::dense(call, item, scratch),
+                (true, true) => emulated_fma_entry::dense(call, item, scratch),
+                (true, false) => emulated_entry::dense(call, item, scratch),
+            }
+        }
+        // SAFETY: the caller's contract.
+        #[cfg(not(target_arch = "x86_64"))]
+        unsafe {
+            emulated_entry::dense(call, item, scratch)
+        }
     }
 
     /// Merges the partials of the (row, head) pairs `lanes`, numbered `row * heads + head`.

@@ -67,11 +67,11 @@ fn route(spec: &RouteSpec, r: &RouteRegions, scratch: Region) {
         score(spec.scoring, scores);
         compared.copy_from_slice(scores);
         compared.iter_mut().zip(bias).for_each(|(compared, bias)| *compared += bias);
-        if spec.used_groups() < spec.groups {
-            mask_groups(spec, compared, groups);
-        }
+        score_groups(spec, compared, groups);
+        let allowed = Groups::new(spec, groups);
         let range = row * used..(row + 1) * used;
-        pick(scores, compared, (&mut ids[range.clone()], &mut gates[range.clone()]));
+        let out = (&mut ids[range.clone()], &mut gates[range.clone()]);
+        pick((scores, compared), &allowed, out);
         let sum: f32 = gates[range.clone()].iter().sum();
         let factor = if spec.normalize { 1.0 / (sum + 1e-20) } else { 1.0 };
         gates[range].iter_mut().for_each(|gate| *gate = *gate * factor * spec.scale.value());
@@ -109,10 +109,9 @@ fn best(values: &[f32], free: impl Fn(usize) -> bool) -> Option<usize> {
     (0..values.len()).filter(|i| free(*i)).min_by(|a, b| descending(values[*a], values[*b]))
 }
 
-/// Sets the experts of unused groups to 0.
-fn mask_groups(spec: &RouteSpec, compared: &mut [f32], groups: &mut [f32]) {
-    let size = spec.group_size();
-    for (group, members) in groups.iter_mut().zip(compared.chunks_exact(size)) {
+/// The score of each group.
+fn score_groups(spec: &RouteSpec, compared: &[f32], groups: &mut [f32]) {
+    for (group, members) in groups.iter_mut().zip(compared.chunks_exact(spec.group_size())) {
         let first = best(members, |_| true).unwrap_or(0);
         let second = best(members, |i| i != first);
         *group = match (spec.group_score, second) {
@@ -120,21 +119,44 @@ fn mask_groups(spec: &RouteSpec, compared: &mut [f32], groups: &mut [f32]) {
             _ => members[first],
         };
     }
-    for (group, members) in compared.chunks_exact_mut(size).enumerate() {
-        let before = |other: &usize| {
-            let order = descending(groups[*other], groups[group]);
-            order.is_lt() || (order.is_eq() && *other < group)
-        };
-        if (0..groups.len()).filter(before).count() >= spec.used_groups() {
-            members.fill(0.0);
-        }
+}
+
+/// Which groups a row uses: the one that is the last in, and those before it.
+struct Groups<'g> {
+    scores: &'g [f32],
+    size: usize,
+    last: usize,
+}
+
+impl<'g> Groups<'g> {
+    fn new(spec: &RouteSpec, scores: &'g [f32]) -> Self {
+        let mut groups = Self { scores, size: spec.group_size(), last: 0 };
+        let ahead = |group| (0..scores.len()).filter(|other| groups.before(*other, group)).count();
+        let last = (0..scores.len()).find(|group| ahead(*group) + 1 == spec.used_groups());
+        groups.last = last.unwrap_or(0);
+        groups
+    }
+
+    fn before(&self, a: usize, b: usize) -> bool {
+        let order = descending(self.scores[a], self.scores[b]);
+        order.is_lt() || (order.is_eq() && a < b)
+    }
+
+    /// Whether an expert is of a group that is used.
+    fn allow(&self, expert: usize) -> bool {
+        let group = expert / self.size;
+        group == self.last || self.before(group, self.last)
     }
 }
 
 /// The best experts by what is compared, with their scores.
-fn pick(scores: &[f32], compared: &[f32], (ids, gates): (&mut [i32], &mut [f32])) {
+fn pick(
+    (scores, compared): (&[f32], &[f32]),
+    groups: &Groups<'_>,
+    (ids, gates): (&mut [i32], &mut [f32]),
+) {
     for place in 0..ids.len() {
-        let free = |expert: usize| !ids[..place].contains(&(expert as i32));
+        let free = |expert: usize| !ids[..place].contains(&(expert as i32)) && groups.allow(expert);
         let expert = best(compared, free).unwrap_or(0);
         ids[place] = expert as i32;
         gates[place] = scores[expert];

@@ -111,10 +111,12 @@ fn norm(pool: &Pool, spec: &NormSpec, r: &NormRegions) {
                 Source::F32(x) => root(x[first..first + width].iter().copied(), spec),
                 Source::Bf16(x) => root(x[first..first + width].iter().map(|v| v.to_f32()), spec),
             };
-            // SAFETY: the row of this task alone; the output was bound at this size.
-            let y = unsafe { part(&y, row * out_stride..row * out_stride + width) };
-            for (i, y) in y.iter_mut().enumerate() {
-                *y = bf16::from_f32(x.at(first + i) * root * weight[i]);
+            if spec.narrow {
+                // SAFETY: the row of this task alone; the output was bound at this size.
+                let y = unsafe { part(&y, row * out_stride..row * out_stride + width) };
+                for (i, y) in y.iter_mut().enumerate() {
+                    *y = bf16::from_f32(x.at(first + i) * root * weight[i]);
+                }
             }
             if spec.wide {
                 // SAFETY: as above.

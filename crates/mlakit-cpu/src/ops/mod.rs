@@ -19,17 +19,24 @@ use mlakit::paging::ViewWords;
 use mlakit::scratch::Fault;
 
 use crate::device::Facts;
+use crate::isa::Isa;
 use crate::pool::Pool;
 
 /// The name of a kernel that is compiled for every instruction set.
 fn kernel_name(operation: &'static str, facts: &Facts) -> &'static str {
+    // Beside AMX only dense attention runs on tiles.
+    let isa = match (facts.isa, operation) {
+        (Isa::Amx, "dense") => return "dense_amx",
+        (Isa::Amx, _) => Isa::Avx512,
+        (isa, _) => isa,
+    };
     let names = match operation {
         "dense" => ["dense_scalar", "dense_avx2", "dense_avx512", "dense_avx512bf16"],
         "merge" => ["merge_scalar", "merge_avx2", "merge_avx512", "merge_avx512bf16"],
         "linear" => ["linear_scalar", "linear_avx2", "linear_avx512", "linear_avx512bf16"],
         _ => ["projection_scalar", "projection_avx2", "projection_avx512", "projection_avx512bf16"],
     };
-    names[facts.isa as usize]
+    names[isa as usize]
 }
 
 /// The elements of a region that is read.

@@ -4,9 +4,9 @@ use mlakit_cpu::isa::Isa;
 use mlakit_cpu::kernel::Kernels;
 use mlakit_cpu::numerics::{bf16_to_f32, f32_to_bf16};
 
-/// The kernels of this machine; says what is left out.
+/// The kernels of this machine, and those of AMX in plain code; says what is left out.
 pub fn kernels() -> Vec<Kernels> {
-    let mut found = Vec::new();
+    let mut found = vec![Kernels::emulated_amx()];
     for isa in Isa::ALL {
         match Kernels::new(isa) {
             Ok(kernels) => found.push(kernels),

@@ -7,6 +7,7 @@ use mlakit_cpu::kernel::{Kernels, KeyFormat};
 use mlakit_cpu::pool::{Pool, PoolOptions};
 
 use crate::common::{Rng, assert_same_bits, kernels};
+use crate::definition::{Arithmetic, by_definition};
 use crate::dense_inputs::{Case, Division, Outcome, WHOLE, item, run, run_item, shape};
 
 #[test]
@@ -85,7 +86,8 @@ fn bad_page_ids_hide_their_keys_and_are_counted_once() {
                 for head in 0..2 {
                     let keys = case.visible(*request, *in_request);
                     let place = [*request, row, head];
-                    let (out, lse) = crate::definition::by_definition(&case, place, keys);
+                    let (out, lse) =
+                        by_definition(Arithmetic::of(kernels.isa()), &case, place, keys);
                     let lane = row * 2 + head;
                     let what = format!("{} page size {page_size} row {row}", kernels.isa());
                     assert_same_bits(&whole.out[lane * 16..(lane + 1) * 16], &out, &what);

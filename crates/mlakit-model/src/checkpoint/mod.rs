@@ -214,11 +214,13 @@ impl Checkpoint {
     /// The tensors of decoder layer `layer`.
     ///
     /// # Errors
-    /// [`InputError::Layer`]; [`CheckpointError`] for a tensor that is missing or does not fit.
+    /// [`InputError::Layer`]; [`CheckpointError`] for a tensor that is missing or does not fit, and
+    /// for a layer of multi-token prediction, which the config counts as a decoder layer.
     pub fn layer(&self, config: &ModelConfig, layer: usize) -> Result<LayerWeights<'_>, Error> {
         let hidden = config.hidden_size;
         let layer_config =
             config.layer(layer).ok_or(InputError::Layer { layer, layers: config.layers.len() })?;
+        self.refuse_draft_layer(layer)?;
         let norm = |name: &str| self.weight(&format!("layers.{layer}.{name}.weight"), &[hidden]);
         let prefix = format!("layers.{layer}.mlp");
         Ok(LayerWeights {
@@ -287,6 +289,16 @@ impl Checkpoint {
                 given: format!("{shape:?}"),
             }),
             None => self.weight(name, &[]),
+        }
+    }
+
+    /// A layer of multi-token prediction has all tensors of a decoder layer, and some more.
+    fn refuse_draft_layer(&self, layer: usize) -> Result<(), CheckpointError> {
+        const MORE: [&str; 4] = ["eh_proj", "enorm", "hnorm", "shared_head.norm"];
+        let names = MORE.into_iter().map(|name| format!("layers.{layer}.{name}.weight"));
+        match names.into_iter().find(|name| self.storage.entry(name).is_some()) {
+            Some(tensor) => Err(CheckpointError::DraftLayer { layer, tensor }),
+            None => Ok(()),
         }
     }
 

@@ -29,6 +29,26 @@ pub struct Family {
     pub scaling: ScalingRule,
     /// An absent `v_head_dim` means `hidden_size / num_attention_heads`.
     pub value_width_from_hidden: bool,
+    /// What absent keys mean.
+    pub defaults: Defaults,
+}
+
+/// What keys mean that `config.json` leaves out: the defaults of the architecture's configuration
+/// class in transformers 5, so that a file means the same model here. Sizes that every file states
+/// (widths, heads, layers, vocabulary) have none. A null is not an absent key: as in Python it is
+/// "none" or "no", or an error where there must be a value.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Defaults {
+    /// `rms_norm_eps`.
+    pub rms_norm_eps: f64,
+    /// `q_lora_rank`.
+    pub query_rank: usize,
+    /// `tie_word_embeddings`.
+    pub tie_word_embeddings: bool,
+    /// `bos_token_id`.
+    pub bos_token_id: u32,
+    /// `eos_token_id`.
+    pub eos_token_id: u32,
 }
 
 /// Where the layout of the rotary pairs is stated.
@@ -59,7 +79,7 @@ pub enum ScaleRule {
 }
 
 /// How experts are chosen.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RouterRule {
     /// From logits to scores.
     pub scoring: Scoring,
@@ -78,6 +98,29 @@ pub struct RouterRule {
     /// `norm_topk_prob` is honoured. Where it is not, a true one is refused: implementations of
     /// that family disagree about it.
     pub normalizes: bool,
+    /// Another name of `n_routed_experts`.
+    pub experts_alias: &'static str,
+    /// What absent keys mean.
+    pub defaults: RouterDefaults,
+}
+
+/// As [`Defaults`], for the keys of experts and their router. `None` is a key without a default.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RouterDefaults {
+    /// `first_k_dense_replace`.
+    pub first_k_dense_replace: usize,
+    /// `n_shared_experts`.
+    pub n_shared_experts: usize,
+    /// `num_experts_per_tok`.
+    pub num_experts_per_tok: Option<usize>,
+    /// `n_group`.
+    pub n_group: Option<usize>,
+    /// `topk_group`.
+    pub topk_group: Option<usize>,
+    /// `norm_topk_prob`.
+    pub norm_topk_prob: bool,
+    /// `routed_scaling_factor`.
+    pub routed_scaling_factor: f64,
 }
 
 /// The sparse selection of a family.
@@ -94,8 +137,9 @@ pub struct IndexerRule {
 pub enum ScalingRule {
     /// None.
     Unit,
-    /// Embeddings times `scale_emb`, branches times `scale_depth / sqrt(layers)`, logits divided
-    /// by `hidden_size / dim_model_base`.
+    /// Embeddings times `scale_emb` (12 if absent), branches times `scale_depth / sqrt(layers)`
+    /// (`scale_depth` 1.4 if absent; 1 if null), logits divided by `hidden_size / dim_model_base`
+    /// (256 if absent; not divided if null).
     Depth,
 }
 
@@ -105,6 +149,7 @@ pub static FAMILIES: &[Family] = &[
         model_type: "deepseek_v2",
         architectures: &["DeepseekV2ForCausalLM", "DeepseekV2Model"],
         router: Some(SOFTMAX_ROUTER),
+        defaults: Defaults { bos_token_id: 1, eos_token_id: 2, ..DEFAULTS },
         ..COMMON
     },
     Family {
@@ -121,6 +166,18 @@ pub static FAMILIES: &[Family] = &[
     Family {
         model_type: "glm4_moe_lite",
         architectures: &["Glm4MoeLiteForCausalLM", "Glm4MoeLiteModel"],
+        router: Some(RouterRule {
+            defaults: RouterDefaults {
+                first_k_dense_replace: 1,
+                num_experts_per_tok: Some(4),
+                n_group: Some(1),
+                topk_group: Some(1),
+                routed_scaling_factor: 1.8,
+                ..SIGMOID_ROUTER.defaults
+            },
+            ..SIGMOID_ROUTER
+        }),
+        defaults: Defaults { rms_norm_eps: 1e-5, query_rank: 768, ..DEFAULTS },
         ..V3
     },
     Family {
@@ -130,6 +187,13 @@ pub static FAMILIES: &[Family] = &[
         scale: ScaleRule::Plain,
         scaling: ScalingRule::Depth,
         value_width_from_hidden: true,
+        defaults: Defaults {
+            rms_norm_eps: 1e-5,
+            query_rank: 768,
+            tie_word_embeddings: true,
+            bos_token_id: 1,
+            eos_token_id: 2,
+        },
         ..COMMON
     },
 ];
@@ -146,6 +210,16 @@ const COMMON: Family = Family {
     indexer: None,
     scaling: ScalingRule::Unit,
     value_width_from_hidden: false,
+    defaults: DEFAULTS,
+};
+
+/// Those of DeepSeek-V3.
+const DEFAULTS: Defaults = Defaults {
+    rms_norm_eps: 1e-6,
+    query_rank: 1536,
+    tie_word_embeddings: false,
+    bos_token_id: 0,
+    eos_token_id: 1,
 };
 
 /// The form that most later models share: chosen by sigmoid with a correction bias.
@@ -164,6 +238,16 @@ const SOFTMAX_ROUTER: RouterRule = RouterRule {
     default_method: "greedy",
     correction_bias: false,
     normalizes: false,
+    experts_alias: "num_experts",
+    defaults: RouterDefaults {
+        first_k_dense_replace: 0,
+        n_shared_experts: 2,
+        num_experts_per_tok: None,
+        n_group: None,
+        topk_group: None,
+        norm_topk_prob: false,
+        routed_scaling_factor: 1.0,
+    },
 };
 
 const SIGMOID_ROUTER: RouterRule = RouterRule {
@@ -175,4 +259,14 @@ const SIGMOID_ROUTER: RouterRule = RouterRule {
     default_method: "noaux_tc",
     correction_bias: true,
     normalizes: true,
+    experts_alias: "num_local_experts",
+    defaults: RouterDefaults {
+        first_k_dense_replace: 3,
+        n_shared_experts: 1,
+        num_experts_per_tok: Some(8),
+        n_group: Some(8),
+        topk_group: Some(4),
+        norm_topk_prob: true,
+        routed_scaling_factor: 2.5,
+    },
 };

@@ -5,7 +5,8 @@ use serde_json::{Map, Value};
 use crate::error::{ConfigError, shorten};
 
 /// A JSON object and the path that led to it; every reader names `path.key` in its error.
-/// A null is the same as an absent key, as it is in transformers.
+/// A null is the same as an absent key, except for the readers that take a default: there an absent
+/// key is the default, and a null is what it is in Python.
 #[derive(Clone, Copy)]
 pub(crate) struct Fields<'a> {
     object: &'a Map<String, Value>,
@@ -20,6 +21,11 @@ impl<'a> Fields<'a> {
     /// The value of `key`, unless it is absent or null.
     pub(crate) fn value(&self, key: &str) -> Option<&'a Value> {
         self.object.get(key).filter(|value| !value.is_null())
+    }
+
+    /// Whether `key` is there, if only with a null.
+    pub(crate) fn has(&self, key: &str) -> bool {
+        self.object.contains_key(key)
     }
 
     /// The full name of `key` in an error.
@@ -64,6 +70,20 @@ impl<'a> Fields<'a> {
             .ok_or_else(|| self.missing(key, format!("an integer from {least} to {most}")))
     }
 
+    /// An integer from `least` to `most`: `default` where the key is absent, nothing for a null.
+    pub(crate) fn size_or(
+        &self,
+        key: &str,
+        default: Option<usize>,
+        (least, most): (usize, usize),
+    ) -> Result<Option<usize>, ConfigError> {
+        match default.filter(|_| !self.has(key)) {
+            Some(size) if size >= least && size <= most => Ok(Some(size)),
+            Some(_) => Err(self.missing(key, format!("an integer from {least} to {most}"))),
+            None => self.size_or_none(key, least, most),
+        }
+    }
+
     /// A finite number above `above`, where there is one.
     pub(crate) fn number_or_none(&self, key: &str, above: f64) -> Result<Option<f64>, ConfigError> {
         let Some(value) = self.value(key) else { return Ok(None) };
@@ -80,6 +100,16 @@ impl<'a> Fields<'a> {
             .ok_or_else(|| self.missing(key, format!("a finite number above {above}")))
     }
 
+    /// A finite number above `above`: `default` where the key is absent, nothing for a null.
+    pub(crate) fn number_or(
+        &self,
+        key: &str,
+        default: f64,
+        above: f64,
+    ) -> Result<Option<f64>, ConfigError> {
+        if self.has(key) { self.number_or_none(key, above) } else { Ok(Some(default)) }
+    }
+
     /// A finite number that is not negative; zero counts as absent, because Python's code that
     /// defined these keys tests them for truth.
     pub(crate) fn truthy(&self, key: &str) -> Result<Option<f64>, ConfigError> {
@@ -91,9 +121,11 @@ impl<'a> Fields<'a> {
             .ok_or_else(|| self.invalid(key, "a finite number that is not negative"))
     }
 
+    /// `default` where the key is absent, false for a null.
     pub(crate) fn flag(&self, key: &str, default: bool) -> Result<bool, ConfigError> {
-        match self.value(key) {
+        match self.object.get(key) {
             None => Ok(default),
+            Some(Value::Null) => Ok(false),
             Some(Value::Bool(flag)) => Ok(*flag),
             Some(_) => Err(self.invalid(key, "true or false")),
         }

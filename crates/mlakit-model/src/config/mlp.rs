@@ -15,7 +15,7 @@ pub(super) fn layers(
     count: usize,
 ) -> Result<Vec<MlpConfig>, ConfigError> {
     let sparse = match family.router {
-        Some(_) => sparse_layers(fields, count)?,
+        Some(rule) => sparse_layers(fields, &rule, count)?,
         None => vec![false; count],
     };
     let dense = if sparse.iter().all(|&sparse| sparse) {
@@ -34,8 +34,12 @@ pub(super) fn layers(
 }
 
 /// True for each layer with experts: `mlp_layer_types` where there is one, else every
-/// `moe_layer_freq`-th layer from `first_k_dense_replace` on. No `n_routed_experts`: none.
-fn sparse_layers(fields: Fields<'_>, count: usize) -> Result<Vec<bool>, ConfigError> {
+/// `moe_layer_freq`-th layer from `first_k_dense_replace` on. A null for `n_routed_experts`: none.
+fn sparse_layers(
+    fields: Fields<'_>,
+    rule: &RouterRule,
+    count: usize,
+) -> Result<Vec<bool>, ConfigError> {
     if let Some(types) = fields.array("mlp_layer_types")? {
         let needed = || format!("an array of {count} strings `dense` or `sparse`");
         if types.len() != count {
@@ -50,21 +54,32 @@ fn sparse_layers(fields: Fields<'_>, count: usize) -> Result<Vec<bool>, ConfigEr
             })
             .collect();
     }
-    if fields.value("n_routed_experts").is_none() {
+    let key = experts_key(fields, rule);
+    if fields.has(key) && fields.value(key).is_none() {
         return Ok(vec![false; count]);
     }
-    let first = fields.size("first_k_dense_replace", 0, MAX_COUNT)?;
+    const FIRST: &str = "first_k_dense_replace";
+    let default = Some(rule.defaults.first_k_dense_replace);
+    let first = fields.size_or(FIRST, default, (0, MAX_COUNT))?;
+    let first = first.ok_or_else(|| fields.missing(FIRST, "the number of dense layers"))?;
     let frequency = fields.size_or_none("moe_layer_freq", 1, MAX_LAYERS)?.unwrap_or(1);
     Ok((0..count).map(|layer| layer >= first && layer % frequency == 0).collect())
 }
 
+/// The name that the number of experts has in this file.
+fn experts_key(fields: Fields<'_>, rule: &RouterRule) -> &'static str {
+    const KEY: &str = "n_routed_experts";
+    if !fields.has(KEY) && fields.has(rule.experts_alias) { rule.experts_alias } else { KEY }
+}
+
 fn experts(fields: Fields<'_>, rule: &RouterRule) -> Result<ExpertsConfig, ConfigError> {
     let expert_width = fields.size("moe_intermediate_size", 1, MAX_WIDTH)?;
-    let shared = fields.size_or_none("n_shared_experts", 0, MAX_WIDTH / expert_width)?.unwrap_or(0);
+    let default = Some(rule.defaults.n_shared_experts);
+    let shared = fields.size_or("n_shared_experts", default, (0, MAX_WIDTH / expert_width))?;
     Ok(ExpertsConfig {
         router: router(fields, rule)?,
         expert_width,
-        shared_width: shared * expert_width,
+        shared_width: shared.unwrap_or(0) * expert_width,
     })
 }
 
@@ -74,23 +89,33 @@ fn router(fields: Fields<'_>, rule: &RouterRule) -> Result<RouterConfig, ConfigE
     {
         return Err(fields.unsupported("scoring_func", rule.scoring_func));
     }
-    let normalize = fields.flag("norm_topk_prob", false)?;
+    let normalize = fields.flag("norm_topk_prob", rule.defaults.norm_topk_prob)?;
     if normalize && !rule.normalizes {
         return Err(fields.unsupported("norm_topk_prob", "false for this architecture"));
     }
-    let experts = fields.size("n_routed_experts", 1, MAX_HEAD_WIDTH)?;
+    let experts = fields
+        .size_or_none(experts_key(fields, rule), 1, MAX_HEAD_WIDTH)?
+        .ok_or_else(|| fields.missing("n_routed_experts", "an integer, or null for no experts"))?;
     let (groups, groups_kept) = groups(fields, rule, experts)?;
     let candidates = experts / groups * groups_kept;
+    let factor = "routed_scaling_factor";
+    let default = rule.defaults.routed_scaling_factor;
     Ok(RouterConfig {
         experts,
-        experts_per_token: fields.size("num_experts_per_tok", 1, candidates)?,
+        experts_per_token: count(
+            fields,
+            ("num_experts_per_tok", rule.defaults.num_experts_per_tok),
+            candidates,
+        )?,
         groups,
         groups_kept,
         scoring: rule.scoring,
         group_score: rule.group_score,
         correction_bias: rule.correction_bias,
         normalize,
-        scaling_factor: fields.number_or_none("routed_scaling_factor", 0.0)?.unwrap_or(1.0),
+        scaling_factor: fields
+            .number_or(factor, default, 0.0)?
+            .ok_or_else(|| fields.missing(factor, "a finite number above 0"))?,
     })
 }
 
@@ -108,12 +133,22 @@ fn groups(
         let known = [rule.plain_methods, rule.grouped_methods].concat().join(", ");
         return Err(fields.unsupported("topk_method", known));
     }
-    let groups = fields.size("n_group", 1, experts)?;
+    let groups = count(fields, ("n_group", rule.defaults.n_group), experts)?;
     if !experts.is_multiple_of(groups) {
         return Err(fields.invalid("n_group", format!("a divisor of {experts} experts")));
     }
     if groups > 1 && rule.group_score == GroupScore::TopTwoSum && experts / groups < 2 {
         return Err(fields.invalid("n_group", "groups of at least two experts"));
     }
-    Ok((groups, fields.size("topk_group", 1, groups)?))
+    Ok((groups, count(fields, ("topk_group", rule.defaults.topk_group), groups)?))
+}
+
+/// An integer from 1 to `most` that there must be, if only by default.
+fn count(
+    fields: Fields<'_>,
+    (key, default): (&str, Option<usize>),
+    most: usize,
+) -> Result<usize, ConfigError> {
+    let size = fields.size_or(key, default, (1, most))?;
+    size.ok_or_else(|| fields.missing(key, format!("an integer from 1 to {most}")))
 }

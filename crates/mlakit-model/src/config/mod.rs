@@ -276,7 +276,7 @@ impl ModelConfig {
             .into_iter()
             .map(|mlp| LayerConfig { attention: attention.clone(), mlp })
             .collect();
-        check_layer_types(fields, count)?;
+        check_layer_types(fields, &family, count)?;
         let scaling = scaling(fields, &family, hidden_size, count)?;
         Ok(Self {
             hidden_size,
@@ -286,16 +286,17 @@ impl ModelConfig {
                 1,
                 MAX_COUNT,
             )?,
-            rms_norm_eps: rms_norm_eps(fields)?,
+            rms_norm_eps: rms_norm_eps(fields, &family)?,
             layers,
-            draft_layers: fields.size_or_none("num_nextn_predict_layers", 0, 64)?.unwrap_or(0),
-            tie_word_embeddings: fields.flag("tie_word_embeddings", false)?,
+            draft_layers: draft_layers(fields)?,
+            tie_word_embeddings: fields
+                .flag("tie_word_embeddings", family.defaults.tie_word_embeddings)?,
             mlp_bias: fields.flag("mlp_bias", false)?,
             embedding_scale: scaling[0],
             residual_scale: scaling[1],
             logit_scale: scaling[2],
-            bos_token_id: bos_token_id(fields, vocab_size)?,
-            eos_token_ids: eos_token_ids(fields, vocab_size)?,
+            bos_token_id: bos_token_id(fields, &family, vocab_size)?,
+            eos_token_ids: eos_token_ids(fields, &family, vocab_size)?,
             family,
         })
     }
@@ -353,12 +354,13 @@ fn attention(
     let rope = rope_parameters(fields)?;
     let eps = match family.latent_eps {
         LatentEps::Fixed(eps) => eps,
-        LatentEps::Config => rms_norm_eps(fields)?,
+        LatentEps::Config => rms_norm_eps(fields, family)?,
     };
     let scale_rope = (family.scale == ScaleRule::Mscale).then_some(&rope);
+    let rank = Some(family.defaults.query_rank);
     Ok(AttentionConfig {
         heads,
-        query_rank: match fields.size_or_none("q_lora_rank", 1, MAX_HEAD_WIDTH)? {
+        query_rank: match fields.size_or("q_lora_rank", rank, (1, MAX_HEAD_WIDTH))? {
             Some(rank) => QueryRank::Rank(rank),
             None => QueryRank::ByTensor,
         },
@@ -410,44 +412,76 @@ fn scaling(
 ) -> Result<[f64; 3], ConfigError> {
     match family.scaling {
         ScalingRule::Unit => Ok([1.0; 3]),
-        ScalingRule::Depth => Ok([
-            fields.number("scale_emb", 0.0)?,
-            fields.number("scale_depth", 0.0)? / (layers as f64).sqrt(),
-            fields.number("dim_model_base", 0.0)? / hidden_size as f64,
-        ]),
+        ScalingRule::Depth => {
+            let embedding = fields.number_or("scale_emb", 12.0, 0.0)?;
+            let depth = fields.number_or("scale_depth", 1.4, 0.0)?;
+            let base = fields.number_or("dim_model_base", 256.0, 0.0)?;
+            Ok([
+                embedding.ok_or_else(|| fields.missing("scale_emb", "a finite number above 0"))?,
+                depth.map_or(1.0, |depth| depth / (layers as f64).sqrt()),
+                base.map_or(1.0, |base| base / hidden_size as f64),
+            ])
+        }
     }
 }
 
 /// Newer files name each layer's kind of attention; only kinds that mean latent attention with the
 /// family's own selection can be run.
-fn check_layer_types(fields: Fields<'_>, layers: usize) -> Result<(), ConfigError> {
-    const KNOWN: [&str; 2] = ["full_attention", "indexed_attention"];
+fn check_layer_types(
+    fields: Fields<'_>,
+    family: &Family,
+    layers: usize,
+) -> Result<(), ConfigError> {
+    const KNOWN: [&str; 3] = ["full_attention", "indexed_attention", "deepseek_sparse_attention"];
+    let known = if family.indexer.is_some() { &KNOWN[..] } else { &KNOWN[..1] };
     let Some(types) = fields.array("layer_types")? else { return Ok(()) };
     if types.len() != layers {
         return Err(fields.invalid("layer_types", format!("an array of {layers} strings")));
     }
-    if types.iter().any(|kind| !kind.as_str().is_some_and(|kind| KNOWN.contains(&kind))) {
-        return Err(fields.unsupported("layer_types", KNOWN.join(", ")));
+    if types.iter().any(|kind| !kind.as_str().is_some_and(|kind| known.contains(&kind))) {
+        return Err(fields.unsupported("layer_types", known.join(", ")));
     }
     Ok(())
 }
 
-fn rms_norm_eps(fields: Fields<'_>) -> Result<f64, ConfigError> {
-    let eps = fields.number_or_none("rms_norm_eps", 0.0)?.unwrap_or(1e-6);
-    if eps >= 1.0 {
-        return Err(fields.invalid("rms_norm_eps", "a number above 0 and below 1"));
-    }
-    Ok(eps)
+fn rms_norm_eps(fields: Fields<'_>, family: &Family) -> Result<f64, ConfigError> {
+    const KEY: &str = "rms_norm_eps";
+    let eps = fields.number_or(KEY, family.defaults.rms_norm_eps, 0.0)?;
+    eps.filter(|eps| *eps < 1.0).ok_or_else(|| fields.invalid(KEY, "a number above 0 and below 1"))
 }
 
-fn bos_token_id(fields: Fields<'_>, vocab_size: usize) -> Result<Option<u32>, ConfigError> {
-    let id = fields.size_or_none("bos_token_id", 0, vocab_size - 1)?;
+/// Layers of multi-token prediction, by either name.
+fn draft_layers(fields: Fields<'_>) -> Result<usize, ConfigError> {
+    const KEYS: [&str; 2] = ["num_nextn_predict_layers", "num_mtp_layers"];
+    let key = KEYS.into_iter().find(|key| fields.has(key)).unwrap_or(KEYS[0]);
+    Ok(fields.size_or_none(key, 0, 64)?.unwrap_or(0))
+}
+
+/// The default where the file says nothing and the vocabulary has that id.
+fn bos_token_id(
+    fields: Fields<'_>,
+    family: &Family,
+    vocab_size: usize,
+) -> Result<Option<u32>, ConfigError> {
+    const KEY: &str = "bos_token_id";
+    if !fields.has(KEY) {
+        return Ok(Some(family.defaults.bos_token_id).filter(|id| (*id as usize) < vocab_size));
+    }
+    let id = fields.size_or_none(KEY, 0, vocab_size - 1)?;
     Ok(id.map(|id| id as u32))
 }
 
-/// One id, or an array of ids.
-fn eos_token_ids(fields: Fields<'_>, vocab_size: usize) -> Result<Vec<u32>, ConfigError> {
+/// One id, or an array of ids; the default as for the first.
+fn eos_token_ids(
+    fields: Fields<'_>,
+    family: &Family,
+    vocab_size: usize,
+) -> Result<Vec<u32>, ConfigError> {
     const KEY: &str = "eos_token_id";
+    if !fields.has(KEY) {
+        let default = [family.defaults.eos_token_id].into_iter();
+        return Ok(default.filter(|id| (*id as usize) < vocab_size).collect());
+    }
     let Some(Value::Array(ids)) = fields.value(KEY) else {
         let id = fields.size_or_none(KEY, 0, vocab_size - 1)?;
         return Ok(id.into_iter().map(|id| id as u32).collect());

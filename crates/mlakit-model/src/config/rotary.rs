@@ -9,17 +9,31 @@ const DEFAULT_THETA: f64 = 10_000.0;
 const KINDS: &str = "default, yarn, deepseek_yarn";
 
 /// New spelling: `rope_parameters {rope_type, rope_theta, ...}`. Old spelling: `rope_theta` beside
-/// `rope_scaling {type | rope_type, ...}`, which is null where nothing is scaled.
+/// `rope_scaling {type | rope_type, ...}`, which is null or empty where nothing is scaled. A file
+/// that has both must mean the same by them: readers disagree about which one counts.
 pub(crate) fn rope_parameters(fields: Fields<'_>) -> Result<RopeParameters, ConfigError> {
-    let outer_theta = theta(fields)?;
-    let key =
-        if fields.value("rope_parameters").is_some() { "rope_parameters" } else { "rope_scaling" };
-    let Some(object) = fields.object(key)? else {
-        return Ok(RopeParameters { theta: outer_theta.unwrap_or(DEFAULT_THETA), yarn: None });
-    };
+    const NEW: &str = "rope_parameters";
+    let new = spelled(fields, NEW)?;
+    let old = spelled(fields, "rope_scaling")?;
+    match (new, old) {
+        (Some(new), Some(old)) if new != old => Err(fields.invalid(NEW, "what rope_scaling says")),
+        (Some(rope), _) | (None, Some(rope)) => Ok(rope),
+        (None, None) => {
+            Ok(RopeParameters { theta: theta(fields)?.unwrap_or(DEFAULT_THETA), yarn: None })
+        }
+    }
+}
+
+/// What the object `key` says, where there is one.
+fn spelled(fields: Fields<'_>, key: &str) -> Result<Option<RopeParameters>, ConfigError> {
+    let object = fields.object(key)?.filter(|object| !object.is_empty());
+    let Some(object) = object else { return Ok(None) };
     let path = fields.name(key);
     let inner = Fields::new(object, &path);
-    let theta = theta(inner)?.or(outer_theta).unwrap_or(DEFAULT_THETA);
+    let base = match theta(inner)? {
+        Some(base) => base,
+        None => theta(fields)?.unwrap_or(DEFAULT_THETA),
+    };
     let kind_key = if inner.value("rope_type").is_some() { "rope_type" } else { "type" };
     let yarn = match inner.text(kind_key)? {
         // The new spelling leaves the type out where nothing is scaled; in the old one the object
@@ -30,7 +44,7 @@ pub(crate) fn rope_parameters(fields: Fields<'_>) -> Result<RopeParameters, Conf
         Some("yarn" | "deepseek_yarn") => Some(yarn(inner, fields)?),
         Some(_) => return Err(inner.unsupported(kind_key, KINDS)),
     };
-    Ok(RopeParameters { theta, yarn })
+    Ok(Some(RopeParameters { theta: base, yarn }))
 }
 
 fn theta(fields: Fields<'_>) -> Result<Option<f64>, ConfigError> {

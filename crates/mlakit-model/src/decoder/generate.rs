@@ -12,6 +12,7 @@ use mlakit_serve::{CacheSpec, Capacity, KvPool, LayerCache};
 
 use super::attention::Deployment;
 use super::error::DecodeError;
+use super::limits::TextLimits;
 use super::model::{Decoder, DecoderDevice, StepOperands};
 use crate::{Checkpoint, ModelConfig};
 
@@ -83,16 +84,8 @@ pub struct Generator<D: DecoderDevice> {
     pool: KvPool<D>,
     decoder: Decoder<D>,
     options: GeneratorOptions,
-    limits: Limits,
+    limits: TextLimits,
     eos: Vec<u32>,
-}
-
-#[derive(Clone, Copy)]
-struct Limits {
-    vocab: usize,
-    /// Keys that a row may see at most, and why.
-    visible: Option<usize>,
-    positions: Option<usize>,
 }
 
 struct Sequence {
@@ -159,7 +152,7 @@ impl<D: DecoderDevice> Generator<D> {
         options: GeneratorOptions,
     ) -> Result<Self, DecodeError> {
         let device = stream.device().clone();
-        let limits = Limits::new(config, &options)?;
+        let limits = TextLimits::new(config, options.attention);
         let width = options.max_tokens.div_ceil(options.cache.page_size).max(1);
         let rows = options.prompt_rows.max(options.batch);
         let deployment = Deployment {
@@ -316,8 +309,8 @@ impl<D: DecoderDevice> Generator<D> {
             if prompt.is_empty() {
                 return input("prompt", "at least one token".into(), "none".into());
             }
-            if let Some(id) = prompt.iter().find(|id| **id as usize >= self.limits.vocab) {
-                let needed = format!("token ids below {}", self.limits.vocab);
+            if let Some(id) = prompt.iter().find(|id| **id as usize >= self.decoder.vocab()) {
+                let needed = format!("token ids below {}", self.decoder.vocab());
                 return input("prompt", needed, id.to_string());
             }
             let visible = prompt.len() + tokens.saturating_sub(1);
@@ -325,42 +318,9 @@ impl<D: DecoderDevice> Generator<D> {
                 let needed = format!("at most {} tokens", self.options.max_tokens);
                 return input("prompt and new tokens", needed, visible.to_string());
             }
-            self.limits.check(visible)?;
+            self.limits.check(prompt.len(), tokens)?;
         }
         Ok(())
-    }
-}
-
-impl Limits {
-    fn new(config: &ModelConfig, options: &GeneratorOptions) -> Result<Self, DecodeError> {
-        let topk = config.layers.iter().filter_map(|layer| layer.attention.indexer);
-        let visible = topk.map(|indexer| indexer.topk).min();
-        let visible = visible.filter(|_| options.attention == Attention::Auto);
-        let positions = config.max_position_embeddings;
-        Ok(Self { vocab: config.vocab_size, visible, positions })
-    }
-
-    /// A text of so many tokens.
-    fn check(&self, tokens: usize) -> Result<(), DecodeError> {
-        if let Some(topk) = self.visible.filter(|topk| tokens > *topk) {
-            return Err(DecodeError::Unsupported {
-                what: format!("{tokens} visible keys"),
-                because: format!(
-                    "this checkpoint's indexer selects {topk} keys, and sparse attention is not in this version"
-                ),
-                instead: format!(
-                    "attend to all of them with --attention dense, or keep prompt and new tokens within {topk}"
-                ),
-            });
-        }
-        match self.positions {
-            Some(positions) if tokens > positions => Err(DecodeError::Input {
-                what: "prompt and new tokens",
-                needed: format!("at most {positions}, the checkpoint's positions"),
-                given: tokens.to_string(),
-            }),
-            _ => Ok(()),
-        }
     }
 }
 

@@ -1,6 +1,6 @@
 //! One attention layer of a checkpoint on rows from outside: on a device through the paged cache, or in f64.
 
-use mlakit::{Buffer, Category, Element, Error, Lane, PoolView, Stream};
+use mlakit::{Buffer, Category, Element, Error, Lane, PoolView, RecordFormat, Stream};
 use mlakit_serve::{
     CacheSpec, Capacity, KvPool, LayerCache, MlaDevice, MlaLayer, StepInputs, Workspace,
 };
@@ -137,16 +137,17 @@ impl LayerInput {
     }
 }
 
-/// Runs the layer in f64.
+/// Runs the layer in f64, over what a cache of `record` holds of each token
+/// ([`AttentionReference::storing`]).
 ///
 /// # Errors
 /// As [`LayerInput::check`].
 pub fn run_layer_f64(
     (config, weights): (&AttentionConfig, &AttentionWeights<'_>),
     input: &LayerInput,
-    chunk: Option<usize>,
+    (record, chunk): (RecordFormat, Option<usize>),
 ) -> Result<LayerOutput, DecodeError> {
-    let reference = AttentionReference::new(config, weights);
+    let reference = AttentionReference::new(config, weights).storing(record);
     let hidden = reference.hidden_size();
     input.check(hidden)?;
     let mut caches = vec![LatentCache::default(); input.q_offsets.len() - 1];

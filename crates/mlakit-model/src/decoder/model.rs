@@ -52,11 +52,9 @@ struct Layer<D: DecoderDevice> {
 /// The tensors between the layers.
 struct Tensors<D: DecoderDevice> {
     residual: Buffer<f32, D>,
-    hidden: Buffer<bf16, D>,
-    hidden_wide: Buffer<f32, D>,
+    hidden: Buffer<f32, D>,
     wanted: Buffer<f32, D>,
-    wanted_hidden: Buffer<bf16, D>,
-    wanted_wide: Buffer<f32, D>,
+    wanted_hidden: Buffer<f32, D>,
 }
 
 /// Where the cache of each layer is: a closure from the runner and the layer's number.
@@ -172,7 +170,6 @@ impl<D: DecoderDevice> Decoder<D> {
         let t = &self.tensors;
         let residual = t.residual.lease().part(0..rows * self.hidden)?;
         let hidden = t.hidden.lease().part(0..rows * self.hidden)?;
-        let hidden_wide = t.hidden_wide.lease().part(0..rows * self.hidden)?;
         let embed = EmbedArgs {
             ids: inputs.ids.clone(),
             table: FloatInput::Bf16((&self.embedding.lease()).into()),
@@ -181,14 +178,13 @@ impl<D: DecoderDevice> Decoder<D> {
         };
         self.embed.bind(embed)?.run(runner)?;
         for (index, layer) in self.layers.iter().enumerate() {
-            let normal = (&hidden, &hidden_wide);
-            self.normalise(runner, (&residual, &layer.attention_norm), normal)?;
+            self.normalise(runner, (&residual, &layer.attention_norm), &hidden)?;
             let caches = caches.layer(runner, index)?;
-            let step = self.layer_inputs(inputs, &hidden_wide);
+            let step = self.layer_inputs(inputs, &hidden);
             let room = (&self.workspace, &self.lane);
             layer.attention.step(runner, caches, step, room, (&residual).into())?;
-            self.normalise(runner, (&residual, &layer.mlp_norm), normal)?;
-            let mlp = MlpInputs { x: (&hidden_wide).into(), rows };
+            self.normalise(runner, (&residual, &layer.mlp_norm), &hidden)?;
+            let mlp = MlpInputs { x: (&hidden).into(), rows };
             layer.mlp.step(runner, &mlp, (&self.mlp_work, &self.lane), &residual)?;
         }
         self.logits(runner, &inputs.wanted_rows, &residual, logits)
@@ -230,13 +226,13 @@ impl<D: DecoderDevice> Decoder<D> {
         &self,
         runner: &mut R,
         (x, weight): (&Lease<f32, D>, &Buffer<f32, D>),
-        (y, y_wide): (&Lease<bf16, D>, &Lease<f32, D>),
+        y: &Lease<f32, D>,
     ) -> Result<(), Error> {
         let args = NormArgs {
             x: FloatInput::F32(x.into()),
             weight: (&weight.lease()).into(),
-            y: y.into(),
-            y_wide: Some(y_wide.into()),
+            y: None,
+            y_wide: Some(y.into()),
             scratch: self.lane.lease(),
         };
         self.norm.bind(args)?.run(runner).map(drop)
@@ -252,7 +248,6 @@ impl<D: DecoderDevice> Decoder<D> {
         let elements = wanted_rows.len() * self.hidden;
         let wanted = self.tensors.wanted.lease().part(0..elements)?;
         let hidden = self.tensors.wanted_hidden.lease().part(0..elements)?;
-        let hidden_wide = self.tensors.wanted_wide.lease().part(0..elements)?;
         let pick = EmbedArgs {
             ids: wanted_rows.clone(),
             table: FloatInput::F32(residual.into()),
@@ -263,14 +258,14 @@ impl<D: DecoderDevice> Decoder<D> {
         let norm = NormArgs {
             x: FloatInput::F32((&wanted).into()),
             weight: (&self.final_norm.lease()).into(),
-            y: (&hidden).into(),
-            y_wide: Some((&hidden_wide).into()),
+            y: None,
+            y_wide: Some((&hidden).into()),
             scratch: self.lane.lease(),
         };
         self.wanted_norm.bind(norm)?.run(runner)?;
         let head = self.head.as_ref().unwrap_or(&self.embedding);
         let project = LinearArgs {
-            x: FloatInput::F32((&hidden_wide).into()),
+            x: FloatInput::F32((&hidden).into()),
             weight: (&head.lease()).into(),
             bias: None,
             ids: None,
@@ -288,10 +283,8 @@ impl<D: DecoderDevice> Tensors<D> {
         Ok(Self {
             residual: Buffer::uninit(device, kind("residual"), rows * hidden)?,
             hidden: Buffer::uninit(device, kind("hidden"), rows * hidden)?,
-            hidden_wide: Buffer::uninit(device, kind("hidden f32"), rows * hidden)?,
             wanted: Buffer::uninit(device, kind("wanted rows"), wanted * hidden)?,
             wanted_hidden: Buffer::uninit(device, kind("wanted rows"), wanted * hidden)?,
-            wanted_wide: Buffer::uninit(device, kind("wanted rows"), wanted * hidden)?,
         })
     }
 }
@@ -359,6 +352,7 @@ impl<D: DecoderDevice> Ops<'_, D> {
             input: Float::F32,
             in_stride: None,
             out_stride: None,
+            narrow: false,
             wide: true,
         };
         prepare(self.device, NormSpec::new(fields)?)

@@ -13,6 +13,9 @@
 //!
 //! Rows of `kv_b_proj` are, in each head, UK and then UV. The forms are equal in exact arithmetic.
 
+use half::bf16;
+use mlakit::{E4m3, RecordFormat};
+
 use super::math::{Matrix, add_scaled, dot, for_blocks, rms_norm, sigmoid, softmax};
 use crate::checkpoint::{AttentionWeights, LinearWeights, QueryWeights, Weight};
 use crate::config::{AttentionConfig, GateKind, Rotary};
@@ -83,6 +86,7 @@ pub struct AttentionReference {
     kv_up: Matrix,
     output: Matrix,
     gate: Option<Matrix>,
+    record: RecordFormat,
 }
 
 #[derive(Clone, Debug)]
@@ -96,6 +100,11 @@ struct Rows<'a> {
     query: &'a [f64],
     first_row: usize,
     cached: usize,
+}
+
+/// What an E4M3 cache of scale 1 holds of a number, which comes to it in BF16.
+fn dequantised(value: f64) -> f64 {
+    f64::from(E4m3::decode(E4m3::encode(bf16::from_f64(value).to_f32())))
 }
 
 impl AttentionReference {
@@ -116,7 +125,14 @@ impl AttentionReference {
             kv_up: matrix(&weights.kv_up),
             output: linear(&weights.output),
             gate: weights.gate.as_ref().map(matrix),
+            record: RecordFormat::Bf16,
         }
+    }
+
+    /// The same over what a cache of this format and scale 1 holds of each token: an `e4m3` one its
+    /// dequantised bytes. A `bf16` one is taken to be exact: it keeps f64.
+    pub fn storing(self, record: RecordFormat) -> Self {
+        Self { record, ..self }
     }
 
     /// The configuration.
@@ -200,6 +216,9 @@ impl AttentionReference {
             let (token_latent, token_key) = token.split_at_mut(latent);
             rms_norm(token_latent, &self.kv_norm, self.config.kv_eps);
             self.rotate(token_key, first + row);
+            if self.record == RecordFormat::E4m3 {
+                token_latent.iter_mut().chain(&mut *token_key).for_each(|v| *v = dequantised(*v));
+            }
             sequence.cache.latent.extend_from_slice(token_latent);
             sequence.cache.rope_key.extend_from_slice(token_key);
         }

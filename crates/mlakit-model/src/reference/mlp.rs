@@ -74,9 +74,8 @@ impl MlpReference {
 /// The experts of a row and their weights, from the router's `logits` `[experts]` and, where the
 /// router has one, its correction `bias` `[experts]`. Best first; of equal scores the lower expert.
 ///
-/// Experts of groups that are not kept cannot be chosen, as in the authors' code and in serving
-/// engines; transformers gives them the score 0, which differs where a kept expert's biased score
-/// is negative.
+/// Experts of groups that are not kept cannot be chosen: the rule of the operation
+/// [`route`](mlakit::op::route), whose documentation has the sources.
 pub fn route(config: &RouterConfig, logits: &[f64], bias: Option<&[f64]>) -> Vec<(usize, f64)> {
     let mut scores = logits.to_vec();
     match config.scoring {

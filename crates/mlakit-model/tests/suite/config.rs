@@ -32,13 +32,106 @@ pub fn parse(value: &Value) -> Result<ModelConfig, mlakit_model::ConfigError> {
     ModelConfig::from_json(value.to_string().as_bytes())
 }
 
-/// `v3()` with `changes` laid over it; a null removes a key.
+/// `v3()` with `changes` laid over it.
 pub fn v3_with(changes: Value) -> Value {
     let mut config = v3();
     for (key, value) in changes.as_object().unwrap() {
         config[key] = value.clone();
     }
     config
+}
+
+/// `v3()` with `changes` laid over it and without `keys`.
+pub fn v3_without(changes: Value, keys: &[&str]) -> Value {
+    let mut config = v3_with(changes);
+    keys.iter().for_each(|key| drop(config.as_object_mut().unwrap().remove(*key)));
+    config
+}
+
+/// The experts of the last layer.
+fn experts(config: &Value) -> ExpertsConfig {
+    match parse(config).unwrap().layers.last().unwrap().mlp.clone() {
+        MlpConfig::Experts(experts) => experts,
+        MlpConfig::Dense { .. } => panic!("experts expected"),
+    }
+}
+
+/// Keys for which the configuration classes of transformers have a default.
+const OPTIONAL: [&str; 15] = [
+    "rms_norm_eps",
+    "q_lora_rank",
+    "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "first_k_dense_replace",
+    "n_shared_experts",
+    "num_experts_per_tok",
+    "n_group",
+    "topk_group",
+    "norm_topk_prob",
+    "routed_scaling_factor",
+    "scoring_func",
+    "topk_method",
+    "attention_bias",
+];
+
+/// Defaults of `DeepseekV3Config` and `DeepseekV32Config`, which are the values of the released
+/// checkpoint; of `DeepseekV2Config` and `Glm4MoeLiteConfig` (transformers 5).
+#[test]
+fn absent_keys_mean_what_they_mean_in_transformers() {
+    assert_eq!(parse(&v3_without(json!({}), &OPTIONAL)).unwrap(), parse(&v3()).unwrap());
+
+    let v2 = json!({"model_type": "deepseek_v2", "num_experts_per_tok": 6});
+    let keys: Vec<_> = OPTIONAL.into_iter().filter(|key| *key != "num_experts_per_tok").collect();
+    let config = parse(&v3_without(v2.clone(), &keys)).unwrap();
+    assert_eq!((config.bos_token_id, config.eos_token_ids), (Some(1), vec![2]));
+    assert_eq!(config.layers[0].attention.query_rank, QueryRank::Rank(1536));
+    assert!(matches!(config.layers[0].mlp, MlpConfig::Experts(_)));
+    let found = experts(&v3_without(v2, &keys));
+    assert_eq!(found.shared_width, 2 * found.expert_width);
+    let router = found.router;
+    assert_eq!((router.groups, router.normalize, router.scaling_factor), (1, false, 1.0));
+
+    let glm = v3_without(json!({"model_type": "glm4_moe_lite"}), &OPTIONAL);
+    let config = parse(&glm).unwrap();
+    assert_eq!((config.rms_norm_eps, config.tie_word_embeddings), (1e-5, false));
+    assert_eq!(config.layers[0].attention.query_rank, QueryRank::Rank(768));
+    assert!(matches!(config.layers[0].mlp, MlpConfig::Dense { .. }));
+    let found = experts(&glm);
+    assert!(matches!(config.layers[1].mlp, MlpConfig::Experts(_)));
+    assert_eq!(found.shared_width, found.expert_width);
+    let router = found.router;
+    assert_eq!((router.groups, router.experts_per_token), (1, 4));
+    assert_eq!((router.normalize, router.scaling_factor), (true, 1.8));
+}
+
+/// A null is "none" or "no" where there can be none, whatever the default.
+#[test]
+fn nulls_are_not_defaults() {
+    let nulls = json!({
+        "n_shared_experts": null, "norm_topk_prob": null, "q_lora_rank": null,
+        "bos_token_id": null, "eos_token_id": null, "rope_interleave": null
+    });
+    let config = parse(&v3_with(nulls.clone())).unwrap();
+    let attention = &config.layers[0].attention;
+    assert_eq!((attention.query_rank, attention.rotary), (QueryRank::ByTensor, Rotary::Half));
+    assert_eq!((config.bos_token_id, config.eos_token_ids), (None, vec![]));
+    let experts = experts(&v3_with(nulls));
+    assert_eq!((experts.shared_width, experts.router.normalize), (0, false));
+}
+
+#[test]
+fn the_other_names_of_keys() {
+    let changes = json!({"num_local_experts": 64, "num_mtp_layers": 2});
+    let config = v3_without(changes, &["n_routed_experts", "num_nextn_predict_layers"]);
+    assert_eq!(experts(&config).router.experts, 64);
+    assert_eq!(parse(&config).unwrap().draft_layers, 2);
+    let types = json!(vec!["deepseek_sparse_attention"; 61]);
+    let sparse = v3_with(json!({
+        "model_type": "deepseek_v32", "index_n_heads": 64, "index_head_dim": 128,
+        "index_topk": 2048, "layer_types": types
+    }));
+    assert_eq!(parse(&sparse).unwrap().layers.len(), 61);
 }
 
 #[test]
@@ -88,6 +181,11 @@ fn old_and_new_rotary_keys_mean_the_same() {
     let rope = plain.layers[0].attention.rope.unwrap();
     assert_eq!((rope.theta, rope.yarn), (5e5, None));
     assert_eq!(plain.layers[0].attention.softmax_scale, 1.0 / 192.0_f64.sqrt());
+    let mut both = v3()["rope_scaling"].clone();
+    both["rope_theta"] = json!(10000.0);
+    assert_eq!(parse(&v3_with(json!({"rope_parameters": both}))).unwrap(), old);
+    let empty = json!({"rope_scaling": {}, "rope_theta": 5e5});
+    assert_eq!(parse(&v3_with(empty)).unwrap(), plain);
     let typed = json!({"rope_scaling": null, "rope_parameters": {"rope_type": "default"}});
     assert_eq!(parse(&v3_with(typed)).unwrap().layers[0].attention.rope.unwrap().yarn, None);
 }
@@ -166,4 +264,14 @@ fn minicpm3_scales_its_residual_stream() {
     let inner = root["hf_config"].as_object_mut().unwrap();
     inner.remove("v_head_dim");
     assert_eq!(parse(&root).unwrap().layers[0].attention.v_head_dim, 16);
+    let mut inner = root["hf_config"].clone();
+    let written = parse(&inner).unwrap();
+    for key in ["scale_emb", "scale_depth", "rms_norm_eps", "tie_word_embeddings", "bos_token_id"] {
+        inner.as_object_mut().unwrap().remove(key).unwrap();
+        assert_eq!(parse(&inner).unwrap(), written, "{key}");
+    }
+    inner["scale_depth"] = Value::Null;
+    inner["dim_model_base"] = Value::Null;
+    let config = parse(&inner).unwrap();
+    assert_eq!((config.residual_scale, config.logit_scale), (1.0, 1.0));
 }

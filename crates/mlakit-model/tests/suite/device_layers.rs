@@ -1,16 +1,16 @@
-//! Attention layers and whole tiny models on the CPU device, against transformers' fp32 results.
+//! Attention layers and whole tiny models on a device, against transformers' fp32 results.
 
 use half::bf16;
 use mlakit::op::merge::Partial;
-use mlakit::{Device, E4m3, RecordFormat, Splits};
-use mlakit_cpu::Cpu;
+use mlakit::{E4m3, RecordFormat, Splits};
 use mlakit_model::decoder::{
-    Attention, Generator, GeneratorOptions, LayerInput, LayerOptions, Sampling, run_layer,
+    Attention, DecoderDevice, Generator, GeneratorOptions, LayerInput, LayerOptions, Sampling,
+    run_layer, run_layer_f64,
 };
 use mlakit_model::vectors::VectorConfig;
 use mlakit_model::{
-    AttentionConfig, AttentionReference, Checkpoint, Form, LatentCache, ModelFolder, Selection,
-    Sequence,
+    AttentionConfig, AttentionReference, Checkpoint, Form, ForwardOptions, LatentCache,
+    ModelFolder, Reference, Selection, Sequence,
 };
 use mlakit_serve::CacheSpec;
 
@@ -83,9 +83,13 @@ impl Case {
         rows.min(self.config.indexer.map_or(usize::MAX, |indexer| indexer.topk))
     }
 
-    fn run(&self, input: &LayerInput, options: LayerOptions) -> Vec<f64> {
+    fn run<D: DecoderDevice>(
+        &self,
+        device: &D,
+        input: &LayerInput,
+        options: LayerOptions,
+    ) -> Vec<f64> {
         let weights = self.checkpoint.attention(self.layer, HIDDEN, &self.config).unwrap();
-        let device = Cpu::detect().unwrap();
         let caller = device.own_stream().unwrap();
         let mut stream = device.stream(&caller).unwrap();
         let output = run_layer(&mut stream, (&self.config, &weights), input, options).unwrap();
@@ -94,8 +98,7 @@ impl Case {
 }
 
 /// Prefill by extend and decode through the paged cache: whole, one row at a time, in pieces.
-#[test]
-fn prefill_in_chunks() {
+pub fn prefill_in_chunks<D: DecoderDevice>(device: &D) {
     for case in cases() {
         let q_offsets = vec![0, 300];
         let (hidden, topk) = (case.hidden("prefill"), case.topk());
@@ -103,7 +106,7 @@ fn prefill_in_chunks() {
         let expected = case.tensor("prefill", "attn_out");
         for cache in CACHES {
             for chunk in CHUNKS {
-                let out = case.run(&input, LayerOptions { chunk, ..options_bf16(cache) });
+                let out = case.run(device, &input, LayerOptions { chunk, ..options_bf16(cache) });
                 let what = format!("{} prefill {cache:?} chunk {chunk:?}", case.name);
                 close(&what, &out, &expected, HIDDEN, LAYER);
             }
@@ -116,8 +119,7 @@ fn options_bf16(cache: (Partial, Splits)) -> LayerOptions {
 }
 
 /// Rows 292 to 299 after 292 cached ones: at once, and one at a time.
-#[test]
-fn decode_through_the_paged_cache() {
+pub fn decode_through_the_paged_cache<D: DecoderDevice>(device: &D) {
     for case in cases() {
         let mut hidden = case.hidden("prefill");
         hidden.truncate(292 * HIDDEN);
@@ -127,7 +129,7 @@ fn decode_through_the_paged_cache() {
         let expected = case.tensor("decode", "attn_out");
         for cache in CACHES {
             for chunk in [Some(292), Some(1)] {
-                let out = case.run(&input, LayerOptions { chunk, ..options_bf16(cache) });
+                let out = case.run(device, &input, LayerOptions { chunk, ..options_bf16(cache) });
                 let what = format!("{} decode {cache:?} chunk {chunk:?}", case.name);
                 close(&what, &out[292 * HIDDEN..], &expected, HIDDEN, LAYER);
             }
@@ -137,8 +139,7 @@ fn decode_through_the_paged_cache() {
 
 /// Several sequences side by side. The files hold no selection for them, so of sparse layers the
 /// rows count that see no more keys than are selected.
-#[test]
-fn packed_sequences_of_several_lengths() {
+pub fn packed_sequences_of_several_lengths<D: DecoderDevice>(device: &D) {
     for case in cases() {
         let (all, expected) = (case.hidden("varlen"), case.tensor("varlen", "attn_out"));
         let (mut input, mut wanted) = (LayerInput::default(), Vec::new());
@@ -152,7 +153,7 @@ fn packed_sequences_of_several_lengths() {
         }
         for cache in CACHES {
             for chunk in CHUNKS {
-                let out = case.run(&input, LayerOptions { chunk, ..options_bf16(cache) });
+                let out = case.run(device, &input, LayerOptions { chunk, ..options_bf16(cache) });
                 let what = format!("{} varlen {cache:?} chunk {chunk:?}", case.name);
                 close(&what, &out, &wanted, HIDDEN, LAYER);
             }
@@ -161,8 +162,7 @@ fn packed_sequences_of_several_lengths() {
 }
 
 /// Rotary positions that begin at 5,000, in a cache that begins empty.
-#[test]
-fn positions_that_do_not_begin_at_zero() {
+pub fn positions_that_do_not_begin_at_zero<D: DecoderDevice>(device: &D) {
     for case in cases() {
         let first = case.expected.i32("offset.first_position")[0];
         assert_eq!(first, 5000);
@@ -173,7 +173,7 @@ fn positions_that_do_not_begin_at_zero() {
         let input = LayerInput { hidden, q_offsets, first_position, topk: None };
         let expected = &case.tensor("offset", "attn_out")[..rows * HIDDEN];
         for chunk in CHUNKS {
-            let out = case.run(&input, LayerOptions { chunk, ..options_bf16(CACHES[0]) });
+            let out = case.run(device, &input, LayerOptions { chunk, ..options_bf16(CACHES[0]) });
             let what = format!("{} offset chunk {chunk:?}", case.name);
             close(&what, &out, expected, HIDDEN, LAYER);
         }
@@ -207,8 +207,7 @@ fn over_stored_cache(
 }
 
 /// An FP8 cache: the device's layer against the f64 layer on what the cache holds.
-#[test]
-fn e4m3_caches_against_the_dequantised_cache() {
+pub fn e4m3_caches_against_the_dequantised_cache<D: DecoderDevice>(device: &D) {
     for case in cases() {
         let (hidden, topk) = (case.hidden("prefill"), case.topk());
         let wide: Vec<f64> = hidden.iter().copied().map(f64::from).collect();
@@ -236,7 +235,7 @@ fn e4m3_caches_against_the_dequantised_cache() {
         for cache in CACHES {
             for chunk in [None, Some(7)] {
                 let options = LayerOptions { chunk, ..options(RecordFormat::E4m3, cache) };
-                let out = case.run(&input, options);
+                let out = case.run(device, &input, options);
                 let given: Vec<f64> =
                     rows.iter().flat_map(|row| &out[row * HIDDEN..][..HIDDEN]).copied().collect();
                 let what = format!("{} e4m3 {cache:?} chunk {chunk:?}", case.name);
@@ -246,9 +245,33 @@ fn e4m3_caches_against_the_dequantised_cache() {
     }
 }
 
+/// The f64 layer with an E4M3 cache is the device's with one, and not the exact one.
+pub fn the_oracle_honours_the_record<D: DecoderDevice>(device: &D) {
+    for case in cases() {
+        let rows = case.dense_rows(100);
+        let mut hidden = case.hidden("prefill");
+        hidden.truncate(rows * HIDDEN);
+        let q_offsets = vec![0, rows as i32];
+        let input = LayerInput { hidden, q_offsets, ..LayerInput::default() };
+        let weights = case.checkpoint.attention(case.layer, HIDDEN, &case.config).unwrap();
+        let oracle = |record, chunk| -> Vec<f64> {
+            let made = run_layer_f64((&case.config, &weights), &input, (record, chunk)).unwrap();
+            made.attn_out.into_iter().map(f64::from).collect()
+        };
+        let narrow = oracle(RecordFormat::E4m3, None);
+        assert_eq!(narrow, oracle(RecordFormat::E4m3, Some(7)), "{}", case.name);
+        let given = case.run(device, &input, options(RecordFormat::E4m3, CACHES[0]));
+        close(&format!("{} e4m3 oracle", case.name), &given, &narrow, HIDDEN, LAYER);
+        let square = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>();
+        let exact = oracle(RecordFormat::Bf16, None);
+        let moved = square(&mut narrow.iter().zip(&exact).map(|(n, e)| n - e));
+        let relative = (moved / square(&mut exact.iter().copied())).sqrt();
+        assert!(relative > 5e-3, "{}: an E4M3 cache moves the result by {relative:e}", case.name);
+    }
+}
+
 /// Sixteen heads of DeepSeek-V3's real widths over 1,100 tokens.
-#[test]
-fn a_layer_of_real_widths() {
+pub fn a_layer_of_real_widths<D: DecoderDevice>(device: &D) {
     let name = "full_v3_h16";
     let folder = ModelFolder::open(&vectors(name)).unwrap();
     let (shape, input) = VectorConfig::from_dir(&vectors(name)).unwrap().input().unwrap();
@@ -263,10 +286,13 @@ fn a_layer_of_real_widths() {
         q_offsets: vec![0, rows as i32],
         ..LayerInput::default()
     };
-    let device = Cpu::detect().unwrap();
     let caller = device.own_stream().unwrap();
     let mut stream = device.stream(&caller).unwrap();
-    for (chunk, cache) in [(None, CACHES[0]), (Some(64), CACHES[2])] {
+    // The file has the last rows alone, which see everything that the smaller chunks before them put
+    // into the cache.
+    let runs =
+        [(None, CACHES[0]), (Some(64), CACHES[2]), (Some(7), CACHES[1]), (Some(1), CACHES[0])];
+    for (chunk, cache) in runs {
         let options = LayerOptions { chunk, ..options_bf16(cache) };
         let out = run_layer(&mut stream, (config, &weights), &input, options).unwrap();
         let out: Vec<f64> = out.attn_out[begin * hidden..].iter().map(|v| f64::from(*v)).collect();
@@ -277,8 +303,7 @@ fn a_layer_of_real_widths() {
 
 /// Whole tiny models, greedily: the ids of transformers, whose smallest margin is far above what
 /// the BF16 path does to a logit.
-#[test]
-fn greedy_ids_of_whole_models() {
+pub fn greedy_ids_of_whole_models<D: DecoderDevice>(device: &D) {
     for name in ["deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "glm4_moe_lite"] {
         let folder = ModelFolder::open(&vectors(name)).unwrap();
         let expected = Expected::fp32(name);
@@ -286,23 +311,73 @@ fn greedy_ids_of_whole_models() {
         let needed = expected.ids("greedy.new_ids");
         assert!(expected.f64("greedy.margin").into_iter().all(|margin| margin > 1.0));
         for cache in CACHES {
-            let options = GeneratorOptions {
-                cache: options_bf16(cache).cache,
-                attention: Attention::Auto,
-                batch: 1,
-                max_tokens: prompt.len() + needed.len(),
-                prompt_rows: 32,
-                prompt_logits: false,
-            };
-            let device = Cpu::detect().unwrap();
-            let caller = device.own_stream().unwrap();
-            let mut stream = device.stream(&caller).unwrap();
-            let pair = (&folder.config, &folder.checkpoint);
-            let mut generator = Generator::new(&mut stream, pair, options).unwrap();
-            let wanted = (needed.len(), Sampling::default());
-            let prompts = std::slice::from_ref(&prompt);
-            let made = generator.generate(&mut stream, prompts, wanted, &mut |_, _| Ok(()));
-            assert_eq!(made.unwrap().ids[0], needed, "{name} {cache:?}");
+            let given = greedy(device, &folder, &prompt, (needed.len(), Attention::Auto, cache));
+            assert_eq!(given, needed, "{name} {cache:?}");
+        }
+    }
+}
+
+/// The most likely ids that the device continues a prompt with.
+fn greedy<D: DecoderDevice>(
+    device: &D,
+    folder: &ModelFolder,
+    prompt: &[u32],
+    (tokens, attention, cache): (usize, Attention, (Partial, Splits)),
+) -> Vec<u32> {
+    let options = GeneratorOptions {
+        cache: options_bf16(cache).cache,
+        attention,
+        batch: 1,
+        max_tokens: prompt.len() + tokens,
+        prompt_rows: 32,
+        prompt_logits: false,
+    };
+    let caller = device.own_stream().unwrap();
+    let mut stream = device.stream(&caller).unwrap();
+    let pair = (&folder.config, &folder.checkpoint);
+    let mut generator = Generator::new(&mut stream, pair, options).unwrap();
+    let wanted = (tokens, Sampling::default());
+    let made = generator.generate(&mut stream, &[prompt.to_vec()], wanted, &mut |_, _| Ok(()));
+    made.unwrap().ids.remove(0)
+}
+
+/// The same of the f64 model, with the smallest distance between the best logit and the next.
+fn greedy_f64(
+    folder: &ModelFolder,
+    prompt: &[u32],
+    (tokens, dense): (usize, bool),
+) -> (Vec<u32>, f64) {
+    let model = Reference::new(&folder.config, &folder.checkpoint).unwrap();
+    let (mut cache, mut ids) = (model.cache(0), prompt.to_vec());
+    let (mut made, mut margin) = (Vec::new(), f64::INFINITY);
+    for _ in 0..tokens {
+        let options = ForwardOptions { dense, ..ForwardOptions::default() };
+        let hidden = model.forward(&ids, &mut cache, options).unwrap().last_hidden;
+        let logits = model.logits(&hidden[hidden.len() - HIDDEN..]).unwrap();
+        let mut order: Vec<usize> = (0..logits.len()).collect();
+        order.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]));
+        margin = margin.min(logits[order[0]] - logits[order[1]]);
+        made.push(order[0] as u32);
+        ids = vec![order[0] as u32];
+    }
+    (made, margin)
+}
+
+/// DeepSeek-V3.2, whose stored ids need its indexer: within its top-k as trained, and beyond it
+/// attending to every key, against the f64 model.
+pub fn greedy_ids_of_a_model_with_an_indexer<D: DecoderDevice>(device: &D) {
+    let folder = ModelFolder::open(&vectors("deepseek_v32")).unwrap();
+    let prompt = Expected::fp32("deepseek_v32").ids("greedy.input_ids");
+    let topk = folder.config.layers[0].attention.indexer.unwrap().topk;
+    assert_eq!((topk, prompt.len()), (32, 40));
+    let within = (&prompt[..topk + 1 - 12], Attention::Auto);
+    for (prompt, attention) in [within, (&prompt[..], Attention::Dense)] {
+        let (needed, margin) = greedy_f64(&folder, prompt, (12, attention == Attention::Dense));
+        println!("{attention:?}: smallest margin {margin:.3}");
+        assert!(margin > 0.5);
+        for cache in CACHES {
+            let given = greedy(device, &folder, prompt, (12, attention, cache));
+            assert_eq!(given, needed, "{attention:?} {cache:?}");
         }
     }
 }

@@ -3,12 +3,19 @@
 mod checkpoint;
 mod common;
 mod config;
+mod device;
 mod device_layers;
+mod device_tiny;
 mod full_layers;
 mod fuzz;
 mod layers;
 mod malformed_checkpoints;
 mod malformed_configs;
 mod models;
+mod router;
 mod tiny_dsa;
 mod tokenizer;
+
+mod cpu {
+    crate::device::model_suite!(Some(mlakit_cpu::Cpu::detect().unwrap()));
+}

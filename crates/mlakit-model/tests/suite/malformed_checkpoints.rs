@@ -3,11 +3,11 @@
 use std::path::Path;
 
 use mlakit_model::vectors::VectorConfig;
-use mlakit_model::{Checkpoint, CheckpointError, Error, InputError, ModelFolder};
+use mlakit_model::{Checkpoint, CheckpointError, Error, InputError, ModelConfig, ModelFolder};
 use serde_json::{Value, json};
 
 use crate::checkpoint::{Stored, serialize, stored, write_shards};
-use crate::common::vectors;
+use crate::common::{tiny_dsa, vectors};
 
 /// A safetensors file of this header and `data_bytes` zeros.
 fn file(header: &str, data_bytes: usize) -> Vec<u8> {
@@ -105,6 +105,23 @@ fn a_missing_tensor_is_named_whichever_it_is() {
             }
             other => panic!("{name}: {other}"),
         }
+    }
+}
+
+/// The layer behind the decoder layers has all of their tensors, and would run.
+#[test]
+fn a_layer_of_multi_token_prediction_is_no_decoder_layer() {
+    let folder = ModelFolder::open(&tiny_dsa()).unwrap();
+    let layers = folder.config.layers.len();
+    let text = std::fs::read(tiny_dsa().join("config.json")).unwrap();
+    let mut config: Value = serde_json::from_slice(&text).unwrap();
+    config["num_hidden_layers"] = json!(layers + 1);
+    let config = ModelConfig::from_json(config.to_string().as_bytes()).unwrap();
+    match folder.checkpoint.verify(&config).unwrap_err() {
+        Error::Checkpoint(CheckpointError::DraftLayer { layer, tensor }) => {
+            assert_eq!((layer, tensor), (layers, format!("layers.{layers}.eh_proj.weight")));
+        }
+        other => panic!("{other}"),
     }
 }
 

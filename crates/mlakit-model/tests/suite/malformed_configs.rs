@@ -5,7 +5,7 @@ use mlakit_model::{ConfigError, ModelConfig};
 use serde_json::{Value, json};
 
 use crate::common::vectors;
-use crate::config::{parse, v3_with};
+use crate::config::{parse, v3_with, v3_without};
 
 /// The key that an error names, and which kind of error it is.
 fn kind(error: &ConfigError) -> (&str, &'static str) {
@@ -45,6 +45,25 @@ fn missing_keys() {
     ] {
         refuse(json!({ key: null }), key, "missing");
     }
+    for key in ["rms_norm_eps", "routed_scaling_factor"] {
+        refuse(json!({ key: null }), key, "missing");
+    }
+    // Nothing says how many experts there are, or that there are none.
+    let error = parse(&v3_without(json!({}), &["n_routed_experts"])).unwrap_err();
+    assert_eq!(kind(&error), ("n_routed_experts", "missing"), "{error}");
+    // The class of DeepSeek-V2 has no default for these.
+    for key in ["num_experts_per_tok", "n_group", "topk_group"] {
+        let v2 = json!({
+            "model_type": "deepseek_v2", "scoring_func": "softmax", "norm_topk_prob": false,
+            "topk_method": "group_limited_greedy"
+        });
+        let error = parse(&v3_without(v2, &[key])).unwrap_err();
+        assert_eq!(kind(&error), (key, "missing"), "{error}");
+    }
+    // Eight groups by default, which twelve experts do not make.
+    let few = json!({"n_routed_experts": 12, "num_experts_per_tok": 2});
+    let error = parse(&v3_without(few, &["n_group", "topk_group"])).unwrap_err();
+    assert_eq!(kind(&error), ("n_group", "missing"), "{error}");
     refuse(json!({"model_type": null, "architectures": null}), "model_type", "missing");
     refuse(json!({"rope_scaling": {"type": "yarn"}}), "rope_scaling.factor", "missing");
     refuse(json!({"rope_scaling": {"factor": 40}}), "rope_scaling.rope_type", "missing");
@@ -190,6 +209,8 @@ fn numbers_and_flags() {
     refuse(json!({"rope_scaling": []}), "rope_scaling", "invalid");
     refuse(json!({"rope_parameters": "yarn"}), "rope_parameters", "invalid");
     refuse(json!({"rope_scaling": {"type": 3}}), "rope_scaling.type", "invalid");
+    let plain = json!({"rope_type": "default", "rope_theta": 10000});
+    refuse(json!({"rope_parameters": plain}), "rope_parameters", "invalid");
     refuse(json!({"model_type": 3}), "model_type", "invalid");
     refuse(json!({"hidden_act": 3}), "hidden_act", "invalid");
 }
@@ -208,6 +229,10 @@ fn values_that_are_not_supported() {
         (json!({"rope_parameters": {"rope_type": "linear"}}), "rope_parameters.rope_type"),
         (json!({"num_hidden_layers": 1, "layer_types": ["linear_attention"]}), "layer_types"),
         (json!({"num_hidden_layers": 1, "layer_types": [null]}), "layer_types"),
+        (
+            json!({"num_hidden_layers": 1, "layer_types": ["deepseek_sparse_attention"]}),
+            "layer_types",
+        ),
     ] {
         refuse(changes, key, "unsupported");
     }

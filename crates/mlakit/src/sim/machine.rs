@@ -10,7 +10,7 @@ use super::Fault;
 use crate::device::PIECE_BYTES;
 use crate::paging::ViewWords;
 use crate::scratch::{self, ALIGN};
-use crate::{Access, Error, Keeper, Region, Signal, Ticket};
+use crate::{Access, Error, Keeper, Region, Reporter, Ticket};
 
 /// What an allocation holds at first: as F32 and in every second BF16 a NaN, as an id far out of
 /// any pool.
@@ -173,7 +173,7 @@ pub(super) enum Job {
     Launch(Launch),
     Graph(Arc<Recorded>),
     Write(Region, [u8; PIECE_BYTES]),
-    Signal(Signal),
+    Signal(Arc<Reporter>, u64),
     After(Ticket),
 }
 
@@ -182,7 +182,7 @@ impl Job {
         match self {
             Job::Launch(launch) => std::slice::from_ref(launch),
             Job::Graph(list) => &list.0,
-            Job::Write(..) | Job::Signal(_) | Job::After(_) => &[],
+            Job::Write(..) | Job::Signal(..) | Job::After(_) => &[],
         }
     }
 
@@ -239,10 +239,10 @@ impl Machine {
         match &job {
             Job::Write(to, bytes) => self.heap.store(to.address(), &bytes[..to.bytes()]),
             Job::Launch(_) | Job::Graph(_) => job.launches().iter().for_each(|l| self.run(l)),
-            Job::Signal(_) | Job::After(_) => {}
+            Job::Signal(..) | Job::After(_) => {}
         }
-        if let Job::Signal(signal) = job {
-            keeper.complete(signal);
+        if let Job::Signal(reporter, number) = job {
+            keeper.complete(&reporter, number);
         }
         true
     }

@@ -22,7 +22,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use machine::{Job, Launch, Machine, Recorded};
 
 use crate::device::PIECE_BYTES;
-use crate::{Access, Device, Error, Keeper, Pass, Region, Signal, Ticket};
+use crate::{Access, Device, Error, Foreign, Keeper, Lease, Pass, Region, Reporter, Ticket};
 
 /// Works when it is asked.
 pub type AtOnce = Simulated<Now>;
@@ -117,6 +117,7 @@ impl SimStream {
 /// A lent stream.
 pub struct SimQueue {
     stream: SimStream,
+    reporter: Arc<Reporter>,
     recording: Option<Vec<Launch>>,
 }
 
@@ -124,6 +125,8 @@ pub struct SimQueue {
 pub struct SimMemory {
     shared: Arc<Shared>,
     address: u64,
+    /// Of foreign memory. (Behind a lock, so that memory is `Sync` whatever the owner is.)
+    _owner: Option<Mutex<Box<dyn Send>>>,
 }
 
 impl Drop for SimMemory {
@@ -153,6 +156,37 @@ impl<P: Pace> Simulated<P> {
     /// From here on, this goes wrong.
     pub fn inject(&self, fault: Fault) {
         self.0.machine().inject(fault);
+    }
+
+    /// Memory whose owner is outside: `owner` is dropped when nothing uses it any more.
+    pub fn foreign(
+        &self,
+        bytes: usize,
+        owner: impl Send + 'static,
+    ) -> Result<Foreign<Self>, Error> {
+        let address = self.0.machine().obtain(bytes)?;
+        let memory = SimMemory {
+            shared: self.0.clone(),
+            address,
+            _owner: Some(Mutex::new(Box::new(owner))),
+        };
+        Foreign::new(self, memory, bytes)
+    }
+
+    /// Work that a caller enqueued himself, past the core, on what is leased.
+    pub fn outside<T>(&self, stream: &SimStream, lease: &Lease<T, Self>, access: Access) {
+        let (inputs, outputs) = match access {
+            Access::Read => (&[lease.region][..], &[][..]),
+            Access::Write => (&[][..], &[lease.region][..]),
+        };
+        let nothing = machine::Kernel::Toy(|_, _, _| {}, [0; 3]);
+        let launch = Launch::new(nothing, inputs, outputs, None);
+        self.0.machine().push(stream.queue, Job::Launch(launch));
+    }
+
+    /// An order that a caller made himself, past the core, with an event of his own: `stream` waits for a ticket.
+    pub fn outside_order(&self, stream: &SimStream, ticket: Ticket) {
+        self.0.machine().push(stream.queue, Job::After(ticket));
     }
 
     /// What no safe program may do: see the module.
@@ -199,7 +233,10 @@ impl<P: Pace> Simulated<P> {
     }
 }
 
-impl<P: Pace> Device for Simulated<P> {
+// SAFETY: addresses are numbers that the machine looks up and never memory of this process, so nothing that this device does or says
+// can break memory; a wrong use is counted.
+#[allow(unsafe_code)]
+unsafe impl<P: Pace> Device for Simulated<P> {
     type Facts = Facts;
     type Memory = SimMemory;
     type CallerStream = SimStream;
@@ -216,7 +253,7 @@ impl<P: Pace> Device for Simulated<P> {
 
     fn obtain(&self, bytes: usize, _: Pass) -> Result<SimMemory, Error> {
         let address = self.0.machine().obtain(bytes)?;
-        Ok(SimMemory { shared: self.0.clone(), address })
+        Ok(SimMemory { shared: self.0.clone(), address, _owner: None })
     }
 
     fn address(memory: &SimMemory) -> u64 {
@@ -243,9 +280,16 @@ impl<P: Pace> Device for Simulated<P> {
         Ok(SimStream { shared: self.0.clone(), queue: self.0.machine().new_queue() })
     }
 
-    fn attach(&self, caller: &SimStream, _: Pass) -> Result<SimQueue, Error> {
+    fn key(caller: &SimStream) -> u64 {
+        caller.queue as u64
+    }
+
+    fn attach(&self, caller: &SimStream, reporter: Reporter) -> Result<SimQueue, Error> {
+        if !Arc::ptr_eq(&caller.shared, &self.0) {
+            return Err(Error::Foreign { what: "stream" });
+        }
         let stream = SimStream { shared: caller.shared.clone(), queue: caller.queue };
-        Ok(SimQueue { stream, recording: None })
+        Ok(SimQueue { stream, reporter: Arc::new(reporter), recording: None })
     }
 
     fn write(&self, queue: &mut SimQueue, to: Region, bytes: &[u8]) -> Result<(), Error> {
@@ -254,8 +298,9 @@ impl<P: Pace> Device for Simulated<P> {
         self.work(queue, "write", Job::Write(to, piece))
     }
 
-    fn signal(&self, queue: &mut SimQueue, signal: Signal) {
-        self.enqueue(queue, Job::Signal(signal));
+    fn signal(&self, queue: &mut SimQueue, ticket: Ticket) {
+        let reporter = queue.reporter.clone();
+        self.enqueue(queue, Job::Signal(reporter, ticket.number()));
     }
 
     fn after(&self, queue: &mut SimQueue, ticket: Ticket) -> Result<(), Error> {

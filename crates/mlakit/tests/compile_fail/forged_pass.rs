@@ -1,10 +1,9 @@
-//! Nobody outside attaches a second handle to a stream, or obtains memory past the ledger.
+//! Nobody outside obtains memory past the ledger.
 use mlakit::sim::Late;
 use mlakit::*;
 
-fn steal(device: &Late, caller: &<Late as Device>::CallerStream) -> Result<(), Error> {
-    let mut queue = device.attach(caller, Pass(()))?;
-    device.begin_capture(&mut queue)
+fn steal(device: &Late) -> Result<<Late as Device>::Memory, Error> {
+    device.obtain(16, Pass(()))
 }
 
 fn main() {}

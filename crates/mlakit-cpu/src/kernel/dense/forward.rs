@@ -58,7 +58,11 @@ fn next_block(hull: &Range<usize>, position: usize) -> Range<usize> {
 ///
 /// # Safety
 /// `area` was laid out for the item; the item's lengths are readable.
-unsafe fn visible_hull(call: &DenseCall<'_>, item: &DenseItem, area: &Area) -> Range<usize> {
+pub(super) unsafe fn visible_hull(
+    call: &DenseCall<'_>,
+    item: &DenseItem,
+    area: &Area,
+) -> Range<usize> {
     let (mut start, mut end) = (usize::MAX, 0);
     for row in 0..item.rows.len() {
         // SAFETY: the row is one of the item's.
@@ -138,7 +142,7 @@ unsafe fn pack_queries<E: Engine>(_e: E, call: &DenseCall<'_>, item: &DenseItem,
 /// # Safety
 /// The vector and the pair exist.
 #[inline(always)]
-unsafe fn query_pair(call: &DenseCall<'_>, vector: usize, pair: usize) -> u32 {
+pub(super) unsafe fn query_pair(call: &DenseCall<'_>, vector: usize, pair: usize) -> u32 {
     let index = vector * call.geometry.qk_width + 2 * pair;
     // SAFETY: a BF16 query has two bytes an element.
     let bf16 = || unsafe { call.queries.base.cast::<u16>().add(index).cast::<[u16; 2]>().read() };

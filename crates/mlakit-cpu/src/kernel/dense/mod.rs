@@ -14,6 +14,7 @@
 //! zeros in place of the key at an odd end, so a key that a row may not see cannot reach it, NaN or
 //! not.
 
+pub(super) mod amx;
 mod call;
 mod finish;
 mod forward;

@@ -58,7 +58,7 @@ impl Block {
 
 /// The first byte of a page, or nothing where the id is out of range.
 #[inline(always)]
-fn page_base(cache: &KeyCache, id: i32) -> Option<*const u8> {
+pub(super) fn page_base(cache: &KeyCache, id: i32) -> Option<*const u8> {
     let id = usize::try_from(id).ok().filter(|&id| id < cache.pages)?;
     // 64-bit: a cache is larger than 2^31 bytes.
     let offset = id as u64 * cache.page_stride_bytes;

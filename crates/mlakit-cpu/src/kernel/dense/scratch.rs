@@ -99,16 +99,16 @@ pub(super) unsafe fn area<E: Engine>(
 }
 
 /// Alignment of regions: a cache line.
-const LINE: usize = 64;
+pub(super) const LINE: usize = 64;
 
 /// Hands out regions one after another.
-struct Cursor {
-    base: *mut u8,
-    used: usize,
+pub(super) struct Cursor {
+    pub(super) base: *mut u8,
+    pub(super) used: usize,
 }
 
 impl Cursor {
-    fn take<T>(&mut self, count: usize) -> *mut T {
+    pub(super) fn take<T>(&mut self, count: usize) -> *mut T {
         let region = self.base.wrapping_add(self.used).cast();
         self.used += (count * size_of::<T>()).next_multiple_of(LINE);
         region

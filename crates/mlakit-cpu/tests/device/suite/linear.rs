@@ -108,11 +108,13 @@ impl Layer {
     }
 }
 
-/// Widths that fill no vector, wide ones; both dtypes on both sides; bias, accumulation, experts.
+/// Widths that fill no vector, wide ones, many rows; both dtypes on both sides; bias, accumulation, experts.
 fn layers() -> Vec<LinearFields> {
     let mut layers = Vec::new();
     let experts = |used, combine| Some(Experts { count: Some(EXPERTS), used, combine });
-    for (in_width, out_width, max_rows) in [(7, 33, 5), (64, 48, 1), (130, 17, 20), (512, 96, 3)] {
+    for (in_width, out_width, max_rows) in
+        [(7, 33, 5), (64, 48, 1), (130, 17, 20), (512, 96, 3), (200, 72, 150)]
+    {
         for (input, output, accumulate) in [
             (Float::Bf16, Float::Bf16, false),
             (Float::Bf16, Float::F32, true),
@@ -189,7 +191,7 @@ pub fn rows_know_no_company<D: SuiteDevice>(device: &D) {
 /// Heads with gaps on both sides, both output dtypes: the oracle's values, the gaps untouched, and
 /// a row alone has the bits that it has in the batch.
 pub fn projections_agree_and_know_no_company<D: SuiteDevice>(device: &D) {
-    const ROWS: usize = 5;
+    const ROWS: usize = 19;
     let mut rng = Rng(73);
     for (heads, in_width, out_width, gaps) in
         [(1, 2, 1, (0, 0)), (3, 34, 19, (5, 3)), (16, 128, 64, (64, 0)), (99, 64, 33, (0, 7))]

@@ -1,12 +1,14 @@
 //! What every device must show, generic over the device: one function for each contract, named
 //! after it. A device crate lists them with [`device_suite`] and says how its device is made.
 
+pub mod choice;
 pub mod compare;
 pub mod dense;
 pub mod dense_inputs;
 pub mod dense_run;
 pub mod exact;
 pub mod invariance;
+pub mod layer;
 pub mod linear;
 pub mod merge;
 pub mod owners;
@@ -89,6 +91,14 @@ macro_rules! device_suite {
             linear_agrees_with_the_oracle = linear::agrees_with_the_oracle,
             linear_rows_know_no_company = linear::rows_know_no_company,
             projections_agree_and_know_no_company = linear::projections_agree_and_know_no_company,
+            norms_agree_and_know_no_company = layer::norms_agree_and_know_no_company,
+            rotations_agree = layer::rotations_agree,
+            embeddings_are_exact = layer::embeddings_are_exact,
+            activations_agree = layer::activations_agree,
+            routes_agree_and_know_no_company = choice::routes_agree_and_know_no_company,
+            routes_break_ties_by_index = choice::routes_break_ties_by_index,
+            samples_agree = choice::samples_agree,
+            strange_logits_give_an_id = choice::strange_logits_give_an_id,
             merge_agrees_with_the_oracle = merge::agrees_with_the_oracle,
             what_weighs_nothing_changes_no_bit = merge::what_weighs_nothing_changes_no_bit,
             the_partial_dtype_changes_one_region = partials::the_dtype_changes_one_region,

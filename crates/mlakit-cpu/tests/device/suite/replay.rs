@@ -36,7 +36,7 @@ pub struct Step {
     rope: Vec<bf16>,
     slots: Vec<i64>,
     /// Which of the pools is bound.
-    pool: usize,
+    pub pool: usize,
 }
 
 /// What a step gives.

@@ -1,7 +1,8 @@
 //! `norm`: root-mean-square normalisation, `y = x / sqrt(mean(x^2) + eps) * weight`, over the first
 //! `width` elements of each row.
 //!
-//! `R` rows. Everything is in F32 up to the one rounding of `y` to BF16. A row may be part of a
+//! `R` rows. Everything is in F32 up to the one rounding of `y` to BF16; `y_wide` is the F32 result.
+//! A `Spec` has either or both, so nothing is written that nobody reads. A row may be part of a
 //! wider one on both sides (`in_stride`, `out_stride`): the latent of a joint key-value projection
 //! is normalised where it lies, and where attention wants it.
 //!

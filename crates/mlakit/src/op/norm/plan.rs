@@ -65,12 +65,14 @@ impl Op for Norm {
             warm.run(NormArgs {
                 x: x.input(),
                 weight: (&weight).into(),
-                y: (&mut y).into(),
+                y: spec.narrow.then(|| (&mut y).into()),
                 y_wide: spec.wide.then(|| (&mut y_wide).into()),
                 scratch: (&mut scratch).into(),
             })?;
-            let given: Vec<f64> = warm.read(&y)?.into_iter().map(f64::from).collect();
-            Warm::<Self, D>::expect(&needed, &given, same_bf16(1e-30))?;
+            if spec.narrow {
+                let given: Vec<f64> = warm.read(&y)?.into_iter().map(f64::from).collect();
+                Warm::<Self, D>::expect(&needed, &given, same_bf16(1e-30))?;
+            }
             if spec.wide {
                 let given: Vec<f64> = warm.read(&y_wide)?.into_iter().map(f64::from).collect();
                 // The F32 sum of many squares loses some units; a wrong epsilon or mean is far

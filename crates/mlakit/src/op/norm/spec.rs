@@ -26,9 +26,16 @@ pub struct NormFields {
     /// it is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub out_stride: Option<usize>,
-    /// Whether an F32 copy `y_wide` is written as well.
+    /// Whether the BF16 result `y` is written; without it nothing but `y_wide` is.
+    #[serde(default = "yes")]
+    pub narrow: bool,
+    /// Whether the F32 result `y_wide` is written.
     #[serde(default)]
     pub wide: bool,
+}
+
+fn yes() -> bool {
+    true
 }
 
 checked_spec! {
@@ -54,6 +61,12 @@ impl NormFields {
         within("max_rows", self.max_rows, 1, MAX_ROWS)?;
         if self.eps.value() <= 0.0 {
             return Err(Error::contract("eps", "above 0", self.eps.value()));
+        }
+        if !self.narrow && !self.wide {
+            return Err(Error::contract("wide", "true where narrow is false", false));
+        }
+        if !self.narrow && self.out_stride.is_some() {
+            return Err(Error::contract("out_stride", "none where there is no y", "one"));
         }
         Ok(())
     }
@@ -84,12 +97,18 @@ mod tests {
         assert_eq!(refused(|f| f.max_rows = MAX_ROWS + 1), "max_rows");
         assert_eq!(refused(|f| f.eps = Scalar::try_from(0.0).unwrap()), "eps");
         assert_eq!(refused(|f| f.eps = Scalar::try_from(-1e-6).unwrap()), "eps");
+        assert_eq!(refused(|f| f.narrow = false), "wide");
+        let strided = |f: &mut NormFields| {
+            (f.narrow, f.wide, f.out_stride) = (false, true, Some(8));
+        };
+        assert_eq!(refused(strided), "out_stride");
     }
 
     #[test]
     fn json_has_defaults_and_no_unknown_field() {
         let spec: NormSpec = serde_json::from_str(TEXT).unwrap();
-        assert_eq!((spec.in_stride(), spec.out_stride(), spec.wide), (4, 4, false));
+        assert_eq!((spec.in_stride(), spec.out_stride()), (4, 4));
+        assert_eq!((spec.narrow, spec.wide), (true, false));
         let again: NormSpec = serde_json::from_str(&serde_json::to_string(&spec).unwrap()).unwrap();
         assert_eq!(spec, again);
         assert!(serde_json::from_str::<NormSpec>(&TEXT.replace("eps", "epsilon")).is_err());

@@ -37,11 +37,15 @@ pub fn oracle(spec: &RouteSpec, case: &RouteCase<'_>) -> RouteResult {
         let mut compared: Vec<Compared> = scores
             .iter()
             .enumerate()
-            .map(|(e, s)| Compared { value: s + bias(e), terms: s.abs() + bias(e).abs() })
+            .map(|(e, s)| Compared {
+                value: s + bias(e),
+                terms: s.abs() + bias(e).abs(),
+                free: true,
+            })
             .collect();
         let mut gap = f64::INFINITY;
         if spec.used_groups() < spec.groups {
-            gap = mask_groups(spec, &mut compared);
+            gap = exclude_groups(spec, &mut compared);
         }
         let order = order(&compared);
         let chosen = &order[..spec.used];
@@ -59,12 +63,13 @@ pub fn oracle(spec: &RouteSpec, case: &RouteCase<'_>) -> RouteResult {
     result
 }
 
-/// A number that decides, and the sum of the magnitudes that made it, to which its error is
-/// proportional.
+/// A number that decides, the sum of the magnitudes that made it, to which its error is
+/// proportional, and whether it may be chosen.
 #[derive(Clone, Copy)]
 struct Compared {
     value: f32,
     terms: f32,
+    free: bool,
 }
 
 impl Compared {
@@ -79,29 +84,29 @@ impl Compared {
     }
 }
 
-/// Indices by falling value, of equal ones the smaller first.
+/// Indices of what may be chosen, by falling value, of equal ones the smaller first.
 fn order(compared: &[Compared]) -> Vec<usize> {
-    let mut order: Vec<usize> = (0..compared.len()).collect();
+    let mut order: Vec<usize> = (0..compared.len()).filter(|i| compared[*i].free).collect();
     order.sort_by(|a, b| descending(compared[*a].value, compared[*b].value));
     order
 }
 
-/// Sets the experts of unused groups to 0; how near the choice of groups was.
-fn mask_groups(spec: &RouteSpec, compared: &mut [Compared]) -> f64 {
+/// Excludes the experts of unused groups; how near the choice of groups was.
+fn exclude_groups(spec: &RouteSpec, compared: &mut [Compared]) -> f64 {
     let count = match spec.group_score {
         GroupScore::TopTwoSum => 2,
         GroupScore::Max => 1,
     };
     let group = |members: &[Compared]| {
         let best = order(members).into_iter().take(count).map(|i| members[i]);
-        best.reduce(|a, b| Compared { value: a.value + b.value, terms: a.terms + b.terms })
+        best.reduce(|a, b| Compared { value: a.value + b.value, terms: a.terms + b.terms, ..a })
             .expect("a group has an expert")
     };
     let groups: Vec<Compared> = compared.chunks_exact(spec.group_size()).map(group).collect();
     let order = order(&groups);
     for unused in &order[spec.used_groups()..] {
         let first = unused * spec.group_size();
-        compared[first..first + spec.group_size()].fill(Compared { value: 0.0, terms: 0.0 });
+        compared[first..first + spec.group_size()].iter_mut().for_each(|c| c.free = false);
     }
     groups[order[spec.used_groups() - 1]].apart(groups[order[spec.used_groups()]])
 }
@@ -190,14 +195,21 @@ mod tests {
     }
 
     #[test]
-    fn unused_groups_count_as_zero() {
+    fn nothing_of_an_unused_group_is_chosen() {
         let weight = [0.5; 6].map(logit);
         let grouped = spec(r#""scoring":"sigmoid","groups":3,"used_groups":1,"bias":true"#);
-        // In the used group one comparison is 0.25 and one is -0.5: 0 of expert 0 lies between.
+        // What is compared in the used group: 0.25 and -0.5, which is less than 0.
         let bias = [-1.0, -1.0, -0.25, -1.0, -1.0, -1.0];
         let (ids, gates, _) = route(&grouped, &weight, Some(&bias));
-        assert_eq!(ids, [2, 0]);
+        assert_eq!(ids, [2, 3]);
         same(&gates, &[0.5, 0.5]);
+        // All of it below 0, and not even a number.
+        let bias = [-9.0, -9.0, -9.0, -9.0, -1.0, f32::NAN];
+        let best = spec(
+            r#""scoring":"sigmoid","groups":3,"used_groups":1,"bias":true,
+            "group_score":"max""#,
+        );
+        assert_eq!(route(&best, &weight, Some(&bias)).0, [4, 5]);
     }
 
     #[test]

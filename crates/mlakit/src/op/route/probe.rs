@@ -33,8 +33,8 @@ fn rows(spec: &RouteSpec, weight: &[f32], bias: Option<&[f32]>) -> Vec<Vec<f32>>
     tried.take(ROWS - 1).chain([vec![0.0; spec.hidden]]).collect()
 }
 
-/// Runs on probes and compares; where there is a bias, once more with one that makes all experts of
-/// the used groups worse than the 0 of the others.
+/// Runs on probes and compares; where there is a bias, once more with one that makes what is
+/// compared negative, which an unused group must not win by.
 pub(super) fn probe<'w, D: Runs<Route>>(warm: &mut Warm<'w, Route, D>) -> Result<(), Error> {
     let spec = warm.spec();
     let weight: Vec<f32> = (0..spec.experts * spec.hidden).map(eighths).collect();

@@ -5,17 +5,16 @@ use std::time::Instant;
 use mlakit::Runs;
 use mlakit::op::dense::Dense;
 use serde::Serialize;
-use serde_json::json;
 
 use crate::args::BenchArgs;
-use crate::check::cases::{DenseShape, Query, Shape};
 use crate::device::{self, AnyDevice, Environment};
 use crate::failure::Failure;
-use crate::machine;
-use crate::op::Call;
-use crate::op::session::Session;
 use crate::progress::Progress;
 use crate::report::{self, Report};
+
+mod decode;
+
+use decode::Decode;
 
 /// Replays before the first sample: caches and clocks settle.
 const WARM_UP: usize = 3;
@@ -112,52 +111,32 @@ pub fn command(
 
 fn time<D: Runs<Dense>>(
     args: &BenchArgs,
-    (heads, tokens): (usize, usize),
+    shape: (usize, usize),
     device: &D,
 ) -> Result<Line, Failure> {
-    let record_bytes = mlakit::RecordLayout { format: args.record, width: args.qk_width }.bytes();
-    let cache_bytes = args.batch.saturating_mul(tokens).saturating_mul(record_bytes);
-    // The case, its copy on the device, and the pages that belong to nobody.
-    machine::ensure_memory("the cache of this shape", cache_bytes.saturating_mul(3))?;
-    let query_bytes = args.batch.saturating_mul(args.rows).saturating_mul(heads * args.qk_width);
-    machine::ensure_memory("the queries of this shape", query_bytes.saturating_mul(8))?;
-    let shape = DenseShape {
-        heads,
-        widths: (args.qk_width, args.value_width),
-        rows: args.rows,
-        kv_lens: vec![tokens; args.batch],
-        page_size: args.page_size,
-        record: args.record,
-        query: Query::Bf16,
-        options: json!({"partial": args.partial, "splits": args.splits}),
-        ..DenseShape::default()
-    };
-    let call = Call::<Dense>::new(Shape::Dense(shape).build(1))?;
     let caller = device.own_stream()?;
-    let mut session = Session::new(&call, device, &caller)?;
-    session.run()?;
-    let mut captured = session.capture()?;
-    // Fills the slots; from here on nothing but the replay happens.
-    session.replay(&mut captured)?;
+    let mut decode = Decode::new(args, shape, device.stream(&caller)?)?;
     let mut samples_ms = Vec::with_capacity(args.samples);
     for sample in 0..WARM_UP + args.samples {
         let begin = Instant::now();
-        session.replay_as_is(&mut captured)?;
+        decode.replay()?;
         if sample >= WARM_UP {
             samples_ms.push(begin.elapsed().as_secs_f64() * 1e3);
         }
     }
+    let (heads, tokens) = shape;
     let (median_ms, min_ms) = middle(&samples_ms);
     let seen: usize =
         (0..args.rows).map(|row| (tokens + row + 1).saturating_sub(args.rows).min(tokens)).sum();
     let each = 2.0 * (args.qk_width + args.value_width) as f64 * (args.batch * heads) as f64;
+    let choice = decode.plan().choice();
     Ok(Line {
         heads,
         tokens,
-        kernel: session.plan().choice().kernel,
-        splits: session.plan().choice().splits,
+        kernel: choice.kernel,
+        splits: choice.splits,
         gflops: each * seen as f64 / median_ms / 1e6,
-        gbytes_per_s: cache_bytes as f64 / median_ms / 1e6,
+        gbytes_per_s: decode::cache_bytes(args, tokens) as f64 / median_ms / 1e6,
         median_ms,
         min_ms,
         samples_ms,

@@ -1,9 +1,8 @@
-//! tiny-dsa on the CPU device, against the logits that transformers computed.
+//! tiny-dsa on a device, against the logits that transformers computed.
 
 use mlakit::op::merge::Partial;
-use mlakit::{Category, Device, RecordFormat, Splits};
-use mlakit_cpu::Cpu;
-use mlakit_model::decoder::{Attention, Generator, GeneratorOptions, Sampling};
+use mlakit::{Category, RecordFormat, Splits};
+use mlakit_model::decoder::{Attention, DecoderDevice, Generator, GeneratorOptions, Sampling};
 use mlakit_model::{Checkpoint, ModelFolder, embedded};
 use mlakit_serve::CacheSpec;
 
@@ -40,8 +39,7 @@ fn ints(tensors: &safetensors::SafeTensors<'_>, name: &str) -> Vec<i64> {
     tensor.data().chunks_exact(size).map(wide).collect()
 }
 
-#[test]
-fn logits_of_the_first_128_tokens() {
+pub fn logits_of_the_first_128_tokens<D: DecoderDevice>(device: &D) {
     let model = ModelFolder::from_static(embedded::tiny_dsa()).unwrap();
     let tensors = reference();
     let ids: Vec<u32> = ints(&tensors, "input_ids")[..128].iter().map(|id| *id as u32).collect();
@@ -52,7 +50,6 @@ fn logits_of_the_first_128_tokens() {
         .chunks_exact(4)
         .map(|b| f32::from_le_bytes(b.try_into().unwrap()))
         .collect();
-    let device = Cpu::detect().unwrap();
     let caller = device.own_stream().unwrap();
     let mut stream = device.stream(&caller).unwrap();
     let pair: (&mlakit_model::ModelConfig, &Checkpoint) = (&model.config, &model.checkpoint);
@@ -83,15 +80,13 @@ fn logits_of_the_first_128_tokens() {
 }
 
 /// Weights that are not numbers are an error, not a text.
-#[test]
-fn broken_weights_are_refused() {
+pub fn broken_weights_are_refused<D: DecoderDevice>(device: &D) {
     let mut bytes = embedded::tiny_dsa().weights.to_vec();
     let (header, metadata) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
     let (first, end) = metadata.info("model.norm.weight").unwrap().data_offsets;
     bytes[8 + header + first..8 + header + end].fill(0xff);
     let checkpoint = Checkpoint::from_bytes(bytes).unwrap();
     let config = ModelFolder::from_static(embedded::tiny_dsa()).unwrap().config;
-    let device = Cpu::detect().unwrap();
     let caller = device.own_stream().unwrap();
     let mut stream = device.stream(&caller).unwrap();
     let pair = (&config, &checkpoint);
@@ -103,14 +98,12 @@ fn broken_weights_are_refused() {
     assert!(error.contains("finite logits"), "{error}");
 }
 
-#[test]
-fn greedy_text_is_that_of_transformers() {
+pub fn greedy_text_is_that_of_transformers<D: DecoderDevice>(device: &D) {
     let model = ModelFolder::from_static(embedded::tiny_dsa()).unwrap();
     let tensors = reference();
     let prompts = ["MACBETH.\n", "To be, or not to be", "And the LORD said unto "];
     let tokenizer = model.tokenizer.as_ref().unwrap();
     let prompts: Vec<Vec<u32>> = prompts.iter().map(|p| tokenizer.encode(p).unwrap()).collect();
-    let device = Cpu::detect().unwrap();
     let caller = device.own_stream().unwrap();
     let mut stream = device.stream(&caller).unwrap();
     let pair = (&model.config, &model.checkpoint);

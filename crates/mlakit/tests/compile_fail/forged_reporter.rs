@@ -3,7 +3,8 @@ use mlakit::sim::Late;
 use mlakit::*;
 
 fn lie(device: &Late, stream: &Stream<'_, Late>) {
-    device.keeper().complete(Signal(stream.last()));
+    let reporter = Reporter { device: 1, stream: stream.last().stream() };
+    device.keeper().complete(&reporter, stream.last().number());
 }
 
 fn main() {}

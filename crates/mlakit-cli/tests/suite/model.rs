@@ -1,0 +1,194 @@
+//! `mlakit run`, `layer` and `eval`.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use mlakit::Dtype;
+use mlakit_cli::case::{Case, Tensor, Tensors, write_file};
+use serde_json::{Value, json};
+
+use crate::common::{Folder, mlakit, printed, printed_json, refused};
+
+fn vectors(name: &str) -> String {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../vectors").join(name);
+    path.to_str().expect("UTF-8").to_owned()
+}
+
+/// A prompt of 9 tokens: the embedded checkpoint selects 128 keys, so 120 new tokens are the most
+/// that need no selection, and the message for one more says so.
+#[test]
+fn a_text_within_top_k_simply_runs_and_a_longer_one_is_told_how() {
+    let made = printed_json(&mlakit(["run", "MACBETH.", "--tokens", "120", "--json"]));
+    assert_eq!(made["new_tokens"], 120);
+    for (words, advice) in [
+        (&["run", "MACBETH."][..], "--tokens 120"),
+        (&["run", "MACBETH.", "--tokens", "121"], "--attention dense"),
+    ] {
+        let output = mlakit(words);
+        refused(&output, "a prompt of 9 tokens");
+        let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+        let help = errors.lines().find(|line| line.starts_with("help: ")).unwrap().to_owned();
+        assert!(help.contains(advice), "{help}");
+    }
+    let dense = ["run", "MACBETH.", "--tokens", "121", "--attention", "dense", "--json"];
+    let dense = printed_json(&mlakit(dense));
+    let text = |made: &Value| made["texts"][0]["text"].as_str().unwrap().to_owned();
+    assert!(text(&dense).starts_with(&text(&made)), "within top-k both see every key");
+}
+
+/// What the help of a bare `run` advises is not refused.
+#[test]
+fn the_advice_for_no_prompt_works() {
+    let output = mlakit(["run"]);
+    refused(&output, "no prompt");
+    let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+    let advised = errors.split('`').nth(1).expect("a command in backquotes");
+    let words = advised.split(' ').skip(1).map(|word| word.trim_matches('"'));
+    let words: Vec<&str> = words.chain(["--json"]).collect();
+    assert_eq!(printed_json(&mlakit(&words))["new_tokens"], 128, "{advised}");
+}
+
+#[test]
+fn prompts_that_cannot_be_continued_are_refused() {
+    for (line, needle) in [
+        (&["run", ""][..], "prompt 1: needed a text"),
+        (&["run", "   "], "prompt 1: needed a text, given \"   \""),
+        (&["run", "a", "--prompt", "\t\n"], "prompt 2: needed a text"),
+        (&["run", "a", "--seed", "-1"], "--seed"),
+        (&["run", "a", "--temperature", "-1"], "0 or more"),
+        (&["run", "a", "--tokens", "-5"], "--tokens"),
+        (&["run", "a", "--tokens", "5000", "--attention", "dense"], "4096"),
+        (&["run", "a", "--splits", "-3"], "--splits"),
+        (&["run", "a", "--model", "/"], "config.json"),
+        (&["run", "a", "--model", "/dev/null"], "needed a folder"),
+        (&["eval", "/dev/null"], "/dev/null"),
+    ] {
+        refused(&mlakit(line), needle);
+    }
+    // A negative number alone is a prompt like others.
+    assert_eq!(printed_json(&mlakit(["run", "-5", "--tokens", "2", "--json"]))["new_tokens"], 2);
+}
+
+/// Two sequences, of 5 rows and of the rest.
+fn layer_input(folder: &Folder, rows: usize) -> PathBuf {
+    let mut state = 7_u32;
+    let mut number = || {
+        state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        (state >> 8) as f32 / (1 << 23) as f32 - 1.0
+    };
+    let hidden: Vec<f32> = (0..rows * 64).map(|_| number()).collect();
+    let hidden = Tensor::new(Dtype::F32, vec![rows, 64], &hidden);
+    let offsets = Tensor::new(Dtype::I32, vec![3], &[0, 5, rows as i32]);
+    let path = folder.path("input");
+    let tensors = [("hidden", &hidden), ("q_offsets", &offsets)];
+    write_file(&path, &Default::default(), &tensors).unwrap();
+    path
+}
+
+fn attn_out(path: &Path) -> Vec<f64> {
+    let bytes = fs::read(path).unwrap();
+    let tensors = Tensors::read(&bytes).unwrap();
+    tensors.values::<f32>("attn_out").iter().map(|v| f64::from(*v)).collect()
+}
+
+/// RMS of the difference over RMS of `exact`.
+fn relative(given: &[f64], exact: &[f64]) -> f64 {
+    assert_eq!(given.len(), exact.len());
+    let square = |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>();
+    let error = square(&mut given.iter().zip(exact).map(|(g, e)| g - e));
+    (error / square(&mut exact.iter().copied())).sqrt()
+}
+
+/// The f64 layer uses the record that was asked for: with an E4M3 cache it is nearer to the device
+/// with one than the exact layer is.
+#[test]
+fn the_oracle_of_a_layer_honours_its_record() {
+    let folder = Folder::new();
+    let input = layer_input(&folder, 40);
+    let run = |record: &str, precision: &str| {
+        let out = folder.path("out");
+        let (model, input) = (vectors("deepseek_v3"), input.to_str().unwrap().to_owned());
+        let line = format!(
+            "layer --model {model} --layer 1 --input {input} --out {} --record {record} \
+             --precision {precision} --chunk 7",
+            out.display()
+        );
+        printed(&mlakit(line.split_whitespace()));
+        attn_out(&out)
+    };
+    let (exact, narrow) = (run("bf16", "f64"), run("e4m3", "f64"));
+    let moved = relative(&narrow, &exact);
+    let device = relative(&run("e4m3", "bf16"), &narrow);
+    assert!(moved > 5e-3, "{moved}");
+    assert!(device < 1e-2 && device < moved / 2.0, "{device} {moved}");
+}
+
+#[test]
+fn layers_that_cannot_be_run_are_refused() {
+    let folder = Folder::new();
+    let (input, out) = (layer_input(&folder, 40), folder.path("out"));
+    let (input, out) = (input.to_str().unwrap(), out.to_str().unwrap());
+    let model = vectors("deepseek_v3");
+    let line = |more: &str| format!("layer --model {model} --input {input} --out {out} {more}");
+    let before = folder.files();
+    for (more, needle) in [
+        ("--layer 2", "layer 2"),
+        ("--layer -1", "--layer"),
+        ("--layer 0 --chunk 0", "--chunk"),
+        ("--layer 0 --record fp6", "fp6"),
+        ("--layer 0 --precision f64 --isa mmx", "mmx"),
+        ("--layer 0 --index-record index_fp8_132", "--index-record"),
+    ] {
+        refused(&mlakit(line(more).split_whitespace()), needle);
+        assert_eq!(folder.files(), before, "{more}");
+    }
+}
+
+/// A layer of multi-token prediction is not run as a decoder layer.
+#[test]
+fn a_config_that_counts_the_draft_layer_is_refused() {
+    let folder = Folder::new();
+    let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/tiny-dsa");
+    for name in ["model.safetensors", "tokenizer.json", "tokenizer_config.json"] {
+        fs::copy(tiny.join(name), folder.path(name)).unwrap();
+    }
+    let text = fs::read(tiny.join("config.json")).unwrap();
+    let mut config: Value = serde_json::from_slice(&text).unwrap();
+    config["num_hidden_layers"] = json!(4);
+    fs::write(folder.path("config.json"), config.to_string()).unwrap();
+    let dir = folder.path("");
+    let words = ["run", "a", "--tokens", "2", "--model", dir.to_str().unwrap()];
+    refused(&mlakit(words), "set `num_hidden_layers` to at most 3");
+}
+
+/// The oracle rounds where the device's plan does: with several splits by `auto` it is not the
+/// oracle of one split.
+#[test]
+fn the_oracle_has_the_splits_of_the_plan() {
+    use mlakit_cli::check::cases::{DenseShape, Shape};
+    let folder = Folder::new();
+    let shape = |splits: Value| {
+        Shape::Dense(DenseShape {
+            kv_lens: vec![1500],
+            options: json!({"splits": splits}),
+            ..DenseShape::default()
+        })
+    };
+    let out = |splits: Value, threads: &str| -> Vec<u8> {
+        let case = folder.save("case", &shape(splits).build(3));
+        let out = folder.path("out");
+        let mut words = crate::common::op_words("dense", &case, &out);
+        words.extend(["--oracle", "--threads", threads].map(String::from));
+        printed(&mlakit(&words));
+        let bytes = fs::read(out).unwrap();
+        Case::parse(&bytes).unwrap().tensors.find("out").unwrap().bytes.to_vec()
+    };
+    let case = folder.save("case", &shape(json!("auto")).build(3));
+    let mut words = crate::common::op_words("dense", &case, &folder.path("out"));
+    words.extend(["--threads", "8", "--json"].map(String::from));
+    let splits = printed_json(&mlakit(&words))["splits"].as_u64().unwrap();
+    assert!(splits > 1, "{splits} splits on 8 threads");
+    let auto = out(json!("auto"), "8");
+    assert_eq!(auto, out(json!({"count": splits}), "8"));
+    assert_ne!(auto, out(json!({"count": 1}), "8"));
+}
