@@ -132,6 +132,9 @@ pub struct DeviceArgs {
     /// avx512bf16, amx]
     #[arg(long, value_name = "NAME")]
     pub isa: Option<String>,
+    /// Which GPU, as the driver counts [default: 0]
+    #[arg(long, value_name = "N")]
+    pub ordinal: Option<u32>,
 }
 
 /// Threads at most.
@@ -179,6 +182,9 @@ pub struct PlanArgs {
     /// Its Spec: a JSON object, or @ and the file that holds it
     #[arg(long, value_name = "JSON|@FILE", requires = "op")]
     pub spec: Option<String>,
+    /// With --device cuda: plan for a GPU that need not be here, by name: h200, a100, ...
+    #[arg(long, value_name = "NAME", requires = "op")]
+    pub gpu: Option<String>,
     /// Plan a model: its config.json, or the folder that holds it
     #[arg(long, value_name = "PATH", conflicts_with = "spec")]
     pub config: Option<PathBuf>,

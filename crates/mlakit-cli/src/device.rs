@@ -2,9 +2,10 @@
 
 use std::ffi::OsString;
 
-use mlakit::Device;
+use mlakit::{Device, Error};
 use mlakit_cpu::isa::Isa;
 use mlakit_cpu::{Cpu, Facts};
+use mlakit_cuda::{Cuda, Facts as GpuFacts, Options as GpuOptions};
 
 use crate::args::{DeviceArgs, DeviceName, MAX_THREADS, whole};
 use crate::failure::Failure;
@@ -19,13 +20,15 @@ pub const THREADS_VARIABLE: &str = "MLAKIT_THREADS";
 pub struct Environment {
     isa: Option<OsString>,
     threads: Option<OsString>,
+    gpu: GpuOptions,
 }
 
 impl Environment {
     /// Of this process. An empty variable is an absent one.
     pub fn read() -> Self {
         let read = |name| std::env::var_os(name).filter(|value| !value.is_empty());
-        Self { isa: read(ISA_VARIABLE), threads: read(THREADS_VARIABLE) }
+        let gpu = GpuOptions::from_environment();
+        Self { isa: read(ISA_VARIABLE), threads: read(THREADS_VARIABLE), gpu }
     }
 }
 
@@ -33,6 +36,8 @@ impl Environment {
 pub enum AnyDevice {
     /// The processor.
     Cpu(Cpu),
+    /// A GPU.
+    Cuda(Cuda),
 }
 
 impl AnyDevice {
@@ -40,6 +45,7 @@ impl AnyDevice {
     pub fn facts(&self) -> AnyFacts {
         match self {
             Self::Cpu(cpu) => AnyFacts::Cpu(cpu.facts().clone()),
+            Self::Cuda(gpu) => AnyFacts::Cuda(gpu.facts().clone()),
         }
     }
 
@@ -47,6 +53,7 @@ impl AnyDevice {
     pub fn describe(&self) -> String {
         match self {
             Self::Cpu(cpu) => cpu.facts().to_string(),
+            Self::Cuda(gpu) => gpu.facts().to_string(),
         }
     }
 }
@@ -56,6 +63,8 @@ impl AnyDevice {
 pub enum AnyFacts {
     /// Of a processor.
     Cpu(Facts),
+    /// Of a GPU.
+    Cuda(GpuFacts),
 }
 
 /// What was found out for a device, and where each choice comes from.
@@ -75,14 +84,57 @@ pub struct Choices {
 }
 
 /// The facts that flags and environment ask for; the rest is what this machine has. They may be
-/// those of another machine.
+/// those of another machine: of a GPU, where `gpu` names one.
 ///
 /// # Errors
-/// A name or a number that is none; a device that has no kernels.
-pub fn facts(args: &DeviceArgs, environment: &Environment) -> Result<AnyFacts, Failure> {
-    match args.device {
-        DeviceName::Cpu => choose(args, environment).map(|(facts, _)| AnyFacts::Cpu(facts)),
-        DeviceName::Cuda => Err(cuda_refusal()),
+/// A name or a number that is none; a GPU that is neither here nor named.
+pub fn facts(
+    args: &DeviceArgs,
+    gpu: Option<&str>,
+    environment: &Environment,
+) -> Result<AnyFacts, Failure> {
+    match (args.device, gpu) {
+        (DeviceName::Cpu, _) => choose(args, environment).map(|(facts, _)| AnyFacts::Cpu(facts)),
+        (DeviceName::Cuda, Some(name)) => {
+            only_of_the_cpu(args)?;
+            preset(name).map(AnyFacts::Cuda)
+        }
+        (DeviceName::Cuda, None) => present_facts(args, environment),
+    }
+}
+
+fn preset(name: &str) -> Result<GpuFacts, Failure> {
+    GpuFacts::preset(name).ok_or_else(|| {
+        let known = GpuFacts::PRESETS.join(", ");
+        Failure::input(format!("--gpu {name:?}: needed one of {known}"), "correct the name")
+    })
+}
+
+/// Opens the GPU that the flags ask for.
+///
+/// # Errors
+/// No driver, no such GPU, flags of the CPU.
+pub fn open_gpu(args: &DeviceArgs, environment: &Environment) -> Result<Cuda, Failure> {
+    only_of_the_cpu(args)?;
+    let ordinal = args.ordinal.unwrap_or(0);
+    Cuda::with(GpuOptions { ordinal, ..environment.gpu.clone() }).map_err(|error| match error {
+        Error::Unavailable { .. } => Failure::input(
+            format!("--device cuda: {error}"),
+            "use --device cpu; `mlakit plan --gpu` plans for a GPU that is not here",
+        ),
+        other => Failure::from(other),
+    })
+}
+
+/// Refuses flags that say nothing of a GPU.
+fn only_of_the_cpu(args: &DeviceArgs) -> Result<(), Failure> {
+    let isa = args.isa.as_ref().map(|_| "--isa");
+    match isa.or(args.threads.map(|_| "--threads")) {
+        None => Ok(()),
+        Some(flag) => Err(Failure::input(
+            format!("{flag}: needed --device cpu, given --device cuda"),
+            "leave one of them out",
+        )),
     }
 }
 
@@ -91,8 +143,12 @@ pub fn facts(args: &DeviceArgs, environment: &Environment) -> Result<AnyFacts, F
 /// # Errors
 /// As [`facts`], and instructions or threads that this machine does not have.
 pub fn open(args: &DeviceArgs, environment: &Environment) -> Result<AnyDevice, Failure> {
-    match present_facts(args, environment)? {
-        AnyFacts::Cpu(facts) => Cpu::new(facts).map(AnyDevice::Cpu).map_err(Failure::from),
+    match args.device {
+        DeviceName::Cpu => {
+            let facts = cpu_facts(args, environment)?;
+            Cpu::new(facts).map(AnyDevice::Cpu).map_err(Failure::from)
+        }
+        DeviceName::Cuda => open_gpu(args, environment).map(AnyDevice::Cuda),
     }
 }
 
@@ -102,13 +158,18 @@ pub fn open(args: &DeviceArgs, environment: &Environment) -> Result<AnyDevice, F
 /// As [`open`].
 pub fn present_facts(args: &DeviceArgs, environment: &Environment) -> Result<AnyFacts, Failure> {
     match args.device {
-        DeviceName::Cpu => {
-            let (facts, choices) = choose(args, environment)?;
-            usable(&facts, &choices)?;
-            Ok(AnyFacts::Cpu(facts))
+        DeviceName::Cpu => cpu_facts(args, environment).map(AnyFacts::Cpu),
+        DeviceName::Cuda => {
+            open_gpu(args, environment).map(|gpu| AnyFacts::Cuda(gpu.facts().clone()))
         }
-        DeviceName::Cuda => Err(cuda_refusal()),
     }
+}
+
+/// What of this processor is used.
+fn cpu_facts(args: &DeviceArgs, environment: &Environment) -> Result<Facts, Failure> {
+    let (facts, choices) = choose(args, environment)?;
+    usable(&facts, &choices)?;
+    Ok(facts)
 }
 
 /// Refuses instructions that this processor does not have.
@@ -140,6 +201,10 @@ fn among(isa: Isa, there: &[Isa], choices: &Choices) -> Result<(), Failure> {
 /// # Errors
 /// A name or a number that is none.
 pub fn choose(args: &DeviceArgs, environment: &Environment) -> Result<(Facts, Choices), Failure> {
+    if args.ordinal.is_some() {
+        let text = "--ordinal: needed --device cuda, given --device cpu";
+        return Err(Failure::input(text, "leave it out"));
+    }
     let (isa, isa_from) = isa(args, environment)?;
     let (threads, threads_because) = threads(args, environment)?;
     let isa_because = match isa_from {
@@ -187,29 +252,21 @@ fn threads(args: &DeviceArgs, environment: &Environment) -> Result<(usize, Strin
     }
 }
 
-/// Why `--device cuda` cannot be had.
-pub fn cuda_refusal() -> Failure {
-    let message = match mlakit_cuda::probe() {
-        Ok(found) => format!(
-            "--device cuda: the CUDA kernels are not part of this version yet (found {})",
-            found.devices.first().map_or("no device", |device| &device.name)
-        ),
-        Err(reason) => format!("--device cuda: {reason}"),
-    };
-    Failure::input(message, "use --device cpu")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn args(isa: Option<&str>, threads: Option<usize>) -> DeviceArgs {
-        DeviceArgs { device: DeviceName::Cpu, isa: isa.map(Into::into), threads }
+        DeviceArgs { device: DeviceName::Cpu, isa: isa.map(Into::into), threads, ordinal: None }
     }
 
     #[test]
     fn flags_come_before_the_environment() {
-        let environment = Environment { isa: Some("avx2".into()), threads: Some("3".into()) };
+        let environment = Environment {
+            isa: Some("avx2".into()),
+            threads: Some("3".into()),
+            ..Environment::default()
+        };
         let (facts, choices) = choose(&args(None, None), &environment).unwrap();
         assert_eq!((facts.isa, facts.threads), (Isa::Avx2, 3));
         assert_eq!(choices.isa_because, "MLAKIT_ISA says so");
@@ -234,6 +291,24 @@ mod tests {
     }
 
     #[test]
+    fn flags_of_the_other_device_are_refused() {
+        let cuda = |isa, threads| DeviceArgs { device: DeviceName::Cuda, ..args(isa, threads) };
+        let environment = Environment::default();
+        for (args, gpu, flag) in [
+            (cuda(Some("avx2"), None), Some("h200"), "--isa: needed --device cpu"),
+            (cuda(None, Some(2)), None, "--threads: needed --device cpu"),
+            (cuda(None, None), Some("abacus"), "--gpu \"abacus\": needed one of a100, "),
+            (DeviceArgs { ordinal: Some(1), ..args(None, None) }, None, "--ordinal: needed"),
+        ] {
+            let failure = facts(&args, gpu, &environment).unwrap_err();
+            assert!(failure.message().starts_with(flag), "{}", failure.message());
+            assert_eq!(failure.status(), 2);
+        }
+        let facts = facts(&cuda(None, None), Some("h200"), &environment).unwrap();
+        assert!(matches!(facts, AnyFacts::Cuda(facts) if facts.capability == (9, 0)));
+    }
+
+    #[test]
     fn a_wrong_variable_is_named() {
         for (isa, threads, name) in [
             ("sse9", "1", ISA_VARIABLE),
@@ -241,7 +316,11 @@ mod tests {
             ("avx2", "many", THREADS_VARIABLE),
             ("avx2", "99999999999999999999", THREADS_VARIABLE),
         ] {
-            let environment = Environment { isa: Some(isa.into()), threads: Some(threads.into()) };
+            let environment = Environment {
+                isa: Some(isa.into()),
+                threads: Some(threads.into()),
+                ..Environment::default()
+            };
             let failure = choose(&args(None, None), &environment).unwrap_err();
             assert!(failure.message().contains(name), "{}", failure.message());
             assert_eq!(failure.status(), 2);

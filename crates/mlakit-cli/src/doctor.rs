@@ -3,7 +3,7 @@
 use mlakit_cpu::isa::Isa;
 use serde::Serialize;
 
-use crate::args::{DeviceName, DoctorArgs};
+use crate::args::{DeviceArgs, DeviceName, DoctorArgs};
 use crate::device::{self, Choices, Environment};
 use crate::failure::Failure;
 use crate::machine::{self, Feature, Memory};
@@ -37,7 +37,7 @@ struct InstructionSet {
 #[derive(Clone, Debug, Serialize)]
 #[serde(untagged)]
 enum Cuda {
-    Found { driver: String, devices: Vec<Gpu>, used: bool, because: &'static str },
+    Found { driver: String, devices: Vec<Gpu>, used: bool, because: String, compiler: String },
     Unavailable { used: bool, because: String },
 }
 
@@ -83,7 +83,7 @@ impl Cuda {
     fn line(&self) -> String {
         match self {
             Self::Unavailable { because, .. } => format!("CUDA is not used: {because}"),
-            Self::Found { driver, devices, because, .. } => {
+            Self::Found { driver, devices, because, used, compiler } => {
                 let rows = devices.iter().map(|gpu| {
                     vec![
                         gpu.name.clone(),
@@ -94,7 +94,9 @@ impl Cuda {
                 });
                 let header = ["GPU", "capability", "memory", "multiprocessors"];
                 let gpus = report::table(&header, &[2, 3], rows.collect());
-                format!("CUDA driver {driver} is not used: {because}\n{gpus}")
+                let verdict = if *used { "used" } else { "not used" };
+                let compiler = format!("kernels are compiled by {compiler}");
+                format!("CUDA driver {driver} is {verdict}: {because}\n{gpus}\n{compiler}")
             }
         }
     }
@@ -109,10 +111,13 @@ pub fn command(
     args: &DoctorArgs,
     environment: &Environment,
 ) -> Result<impl Report + use<>, Failure> {
-    if args.device.device == DeviceName::Cuda {
-        return Err(device::cuda_refusal());
-    }
-    let (facts, used) = device::choose(&args.device, environment)?;
+    let gpu = match args.device.device {
+        DeviceName::Cpu => None,
+        DeviceName::Cuda => Some(device::open_gpu(&args.device, environment)?),
+    };
+    // What of the processor would be used; the flags of a GPU say nothing of it.
+    let cpu = DeviceArgs { device: DeviceName::Cpu, ordinal: None, ..args.device.clone() };
+    let (facts, used) = device::choose(&cpu, environment)?;
     device::usable(&facts, &used)?;
     let features = machine::features();
     let using = Use { isa: facts.isa, because: &used.isa_because, fastest: Isa::detect() };
@@ -131,7 +136,7 @@ pub fn command(
         instruction_sets: Isa::ALL.map(set).into(),
         features,
         used,
-        cuda: cuda(),
+        cuda: cuda(gpu.as_ref()),
     })
 }
 
@@ -176,7 +181,7 @@ fn because(isa: Isa, used: &Use<'_>, features: &[Feature]) -> String {
     }
 }
 
-fn cuda() -> Cuda {
+fn cuda(open: Option<&mlakit_cuda::Cuda>) -> Cuda {
     match mlakit_cuda::probe() {
         Err(reason) => Cuda::Unavailable { used: false, because: reason.to_string() },
         Ok(found) => {
@@ -192,10 +197,26 @@ fn cuda() -> Cuda {
             Cuda::Found {
                 driver: found.driver.to_string(),
                 devices: found.devices.iter().map(gpu).collect(),
-                used: false,
-                because: "the CUDA kernels are not part of this version yet",
+                used: open.is_some(),
+                because: match open {
+                    Some(gpu) => format!("--device cuda says so; {}", mlakit::Device::facts(gpu)),
+                    None => "the CPU is the default; --device cuda uses it".into(),
+                },
+                compiler: compiler(open),
             }
         }
+    }
+}
+
+/// The compiler of the kernels, which is looked for when a GPU is used.
+fn compiler(open: Option<&mlakit_cuda::Cuda>) -> String {
+    match open.map(mlakit_cuda::Cuda::compiler) {
+        None => "NVRTC, which --device cuda looks for".into(),
+        Some(Ok(compiler)) => {
+            let (major, minor) = compiler.version();
+            format!("NVRTC {major}.{minor}")
+        }
+        Some(Err(error)) => format!("nothing: {error}"),
     }
 }
 

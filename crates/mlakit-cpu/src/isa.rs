@@ -54,8 +54,8 @@ impl Isa {
     /// Every instruction set, least capable first.
     pub const ALL: [Isa; 5] = [Isa::Scalar, Isa::Avx2, Isa::Avx512, Isa::Avx512Bf16, Isa::Amx];
 
-    /// The fastest instruction set of this machine: the most capable one, but on Intel's processors, where `vdpbf16ps` runs at half the rate
-    /// of an f32 multiply-add (measured: 88 against 178 GF/s a core), [`Isa::Avx512`].
+    /// The fastest instruction set of this machine: the most capable one, but on Intel's processors without AMX, where `vdpbf16ps` runs at
+    /// half the rate of an f32 multiply-add (measured: 88 against 178 GF/s a core), [`Isa::Avx512`].
     pub fn detect() -> Isa {
         let slow = |isa: Isa| isa == Isa::Avx512Bf16 && is_intel();
         let usable = |isa: &Isa| isa.is_available() && !slow(*isa);

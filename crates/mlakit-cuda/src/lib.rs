@@ -22,6 +22,7 @@ mod module;
 mod ops;
 pub mod options;
 pub mod probe;
+pub mod recorded;
 mod stream;
 
 pub use device::Cuda;
@@ -31,8 +32,10 @@ pub use memory::Memory;
 pub use module::compiler::{Compiled, Compiler};
 pub use module::log::Assembled;
 pub use module::{LoadedKernel, Resources, Source};
+pub use ops::Compiles;
 pub use options::Options;
 pub use probe::{CudaDevice, CudaFound, DriverVersion, Unavailable, probe};
+pub use recorded::{PlannedKernel, planned_kernels, recorded_kernels};
 pub use stream::{CallerStream, Queue};
 
 /// The representative specialisations of every kernel, which CI compiles for all architectures.

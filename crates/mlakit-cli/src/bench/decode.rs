@@ -102,12 +102,15 @@ impl<'d, D: Runs<Dense>> Decode<'d, D> {
         Ok(step)
     }
 
-    /// Replays the step and waits for it.
+    /// Replays the step so many times, one behind the other, and waits for the last.
     ///
     /// # Errors
     /// What replaying says.
-    pub fn replay(&mut self) -> Result<(), Failure> {
-        Ok(self.graph.replay(&mut self.stream)?.wait(&mut self.stream)?)
+    pub fn replay(&mut self, times: usize) -> Result<(), Failure> {
+        for _ in 0..times {
+            self.graph.replay(&mut self.stream)?;
+        }
+        Ok(self.stream.wait()?)
     }
 
     /// The plan.
@@ -230,7 +233,7 @@ mod tests {
         let device = Cpu::detect().unwrap();
         let caller = device.own_stream().unwrap();
         let mut decode = Decode::new(&args, (2, 3000), device.stream(&caller).unwrap()).unwrap();
-        decode.replay().unwrap();
+        decode.replay(1).unwrap();
         let (live, census) = (cache_bytes(&args, 3000), device.census());
         assert_eq!(census.live(Category::Cache), 3 * 47 * 64 * 576);
         assert!(census.live(Category::Cache) < live + live / 50);

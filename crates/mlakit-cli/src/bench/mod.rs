@@ -19,6 +19,13 @@ use decode::Decode;
 /// Replays before the first sample: caches and clocks settle.
 const WARM_UP: usize = 3;
 
+/// A sample takes about this long, in milliseconds: a short step is replayed several times, so that the host's
+/// wait at the end does not count.
+const SAMPLE_MS: f64 = 2.0;
+
+/// Replays of a sample at most.
+const MAX_REPLAYS: usize = 50;
+
 /// One shape that was timed.
 #[derive(Clone, Debug, Serialize)]
 struct Line {
@@ -32,6 +39,8 @@ struct Line {
     gflops: f64,
     /// Records of the visible keys, once for each request, at the median.
     gbytes_per_s: f64,
+    /// Replays behind one another of which a sample is the mean.
+    replays_a_sample: usize,
     /// Every sample, in the order in which they were taken.
     samples_ms: Vec<f64>,
 }
@@ -57,8 +66,8 @@ impl Report for Timed {
                 line.heads.to_string(),
                 line.tokens.to_string(),
                 line.splits.to_string(),
-                format!("{:.3}", line.median_ms),
-                format!("{:.3}", line.min_ms),
+                format!("{:.4}", line.median_ms),
+                format!("{:.4}", line.min_ms),
                 format!("{:.1}", line.gflops),
                 format!("{:.2}", line.gbytes_per_s),
                 line.kernel.to_owned(),
@@ -92,6 +101,7 @@ pub fn command(
             let shape = (*heads, *tokens);
             shapes.push(match &device {
                 AnyDevice::Cpu(cpu) => time(args, shape, cpu)?,
+                AnyDevice::Cuda(gpu) => time(args, shape, gpu)?,
             });
             progress.done();
         }
@@ -116,13 +126,19 @@ fn time<D: Runs<Dense>>(
 ) -> Result<Line, Failure> {
     let caller = device.own_stream()?;
     let mut decode = Decode::new(args, shape, device.stream(&caller)?)?;
-    let mut samples_ms = Vec::with_capacity(args.samples);
-    for sample in 0..WARM_UP + args.samples {
+    let mut time = |replays: usize| -> Result<f64, Failure> {
         let begin = Instant::now();
-        decode.replay()?;
-        if sample >= WARM_UP {
-            samples_ms.push(begin.elapsed().as_secs_f64() * 1e3);
-        }
+        decode.replay(replays)?;
+        Ok(begin.elapsed().as_secs_f64() * 1e3 / replays as f64)
+    };
+    let mut once_ms = f64::INFINITY;
+    for _ in 0..WARM_UP {
+        once_ms = once_ms.min(time(1)?);
+    }
+    let replays = ((SAMPLE_MS / once_ms).ceil() as usize).clamp(1, MAX_REPLAYS);
+    let mut samples_ms = Vec::with_capacity(args.samples);
+    for _ in 0..args.samples {
+        samples_ms.push(time(replays)?);
     }
     let (heads, tokens) = shape;
     let (median_ms, min_ms) = middle(&samples_ms);
@@ -139,6 +155,7 @@ fn time<D: Runs<Dense>>(
         gbytes_per_s: decode::cache_bytes(args, tokens) as f64 / median_ms / 1e6,
         median_ms,
         min_ms,
+        replays_a_sample: replays,
         samples_ms,
     })
 }

@@ -55,6 +55,7 @@ pub fn command(args: &EvalArgs, environment: &Environment) -> Result<EvalReport,
     limits.check(text.len().min(WINDOW), 0)?;
     match device::open(&args.device, environment)? {
         AnyDevice::Cpu(device) => score(&device, &model, (&text, args)),
+        AnyDevice::Cuda(device) => score(&device, &model, (&text, args)),
     }
 }
 

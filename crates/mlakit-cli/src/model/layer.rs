@@ -69,6 +69,9 @@ pub fn command(args: &LayerArgs, environment: &Environment) -> Result<LayerRepor
             AnyDevice::Cpu(device) => {
                 (on_device(&device, pair, &input, args)?, { device.facts().to_string() })
             }
+            AnyDevice::Cuda(device) => {
+                (on_device(&device, pair, &input, args)?, { device.facts().to_string() })
+            }
         },
     };
     let shape = vec![input.rows(), hidden];

@@ -75,11 +75,11 @@ pub fn command(
     ids.iter().try_for_each(|ids| limits.check(ids.len(), args.tokens))?;
     let longest = ids.iter().map(Vec::len).max().unwrap_or(1) + args.tokens;
     ensure_cache(&model.config, args.record, (ids.len(), longest))?;
+    let job = Job { args, model: &model, tokenizer, prompts: &prompts, ids: &ids };
+    let stream_text = format == Format::Table;
     match device::open(&args.device, environment)? {
-        AnyDevice::Cpu(device) => {
-            let job = Job { args, model: &model, tokenizer, prompts: &prompts, ids: &ids };
-            job.run(&device, format == Format::Table)
-        }
+        AnyDevice::Cpu(device) => job.run(&device, stream_text),
+        AnyDevice::Cuda(device) => job.run(&device, stream_text),
     }
 }
 

@@ -8,6 +8,7 @@ use mlakit::op::writer::Writer;
 use mlakit::scratch::FAULT_NAMES;
 use mlakit::{Choice, Device, Dtype, Error, Op, PageGeometry, Plan, Runs};
 use mlakit_cpu::Cpu;
+use mlakit_cuda::{Compiles, Cuda, planned_kernels};
 use serde_json::{Map, Value};
 
 use crate::case::tensor::file_dtype;
@@ -201,6 +202,7 @@ pub const OPERATIONS: [Operation; 4] =
 const fn of<O: CaseOp>() -> Operation
 where
     Cpu: Runs<O>,
+    Cuda: Runs<O> + Compiles<O>,
 {
     Operation {
         name: O::NAME,
@@ -228,20 +230,32 @@ pub fn find(name: &str) -> Result<&'static Operation, Failure> {
 fn plan<O: CaseOp>(spec: Map<String, Value>, facts: &AnyFacts) -> Result<PlanReport, Failure>
 where
     Cpu: Runs<O>,
+    Cuda: Runs<O> + Compiles<O>,
 {
     let spec = read_spec::<O>(spec)?;
     match facts {
         AnyFacts::Cpu(facts) => Ok(PlanReport::of(&Plan::<O>::for_device::<Cpu>(&spec, facts)?)),
+        AnyFacts::Cuda(facts) => {
+            let plan = Plan::<O>::for_device::<Cuda>(&spec, facts)?;
+            Ok(PlanReport::of(&plan).with_kernels(planned_kernels(&plan, facts)))
+        }
     }
 }
 
 fn run<O: CaseOp>(case: Case<'_>, device: &AnyDevice, replays: usize) -> Result<Ran, Failure>
 where
     Cpu: Runs<O>,
+    Cuda: Runs<O> + Compiles<O>,
 {
     let call = Call::<O>::new(case)?;
     match device {
         AnyDevice::Cpu(cpu) => run_on(&call, cpu, replays),
+        AnyDevice::Cuda(gpu) => {
+            let Ran { outcome, plan } = run_on(&call, gpu, replays)?;
+            let of = Plan::<O>::for_device::<Cuda>(&call.spec, gpu.facts())?;
+            let plan = plan.with_kernels(planned_kernels(&of, gpu.facts()));
+            Ok(Ran { outcome, plan })
+        }
     }
 }
 
@@ -266,11 +280,16 @@ fn run_on<O: CaseOp, D: Runs<O>>(
 fn oracle<O: CaseOp>(case: Case<'_>, facts: &AnyFacts) -> Result<Exact, Failure>
 where
     Cpu: Runs<O>,
+    Cuda: Runs<O> + Compiles<O>,
 {
     let call = Call::<O>::new(case)?;
     match facts {
         AnyFacts::Cpu(facts) => {
             let plan = Plan::<O>::for_device::<Cpu>(&call.spec, facts)?;
+            Ok(O::oracle(&call, plan.choice()))
+        }
+        AnyFacts::Cuda(facts) => {
+            let plan = Plan::<O>::for_device::<Cuda>(&call.spec, facts)?;
             Ok(O::oracle(&call, plan.choice()))
         }
     }

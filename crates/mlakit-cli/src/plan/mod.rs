@@ -2,6 +2,7 @@
 
 use mlakit::Plan;
 use mlakit::scratch::{FAULT_BYTES, RegionSpec};
+use mlakit_cuda::PlannedKernel;
 use serde::Serialize;
 use serde_json::Value;
 
@@ -34,6 +35,9 @@ pub struct PlanReport {
     scratch: Vec<RegionSpec>,
     /// The fault block and the regions, each aligned.
     scratch_bytes: usize,
+    /// What `prepare` compiles for a GPU, and what each takes of a multiprocessor.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    kernels: Vec<PlannedKernel>,
 }
 
 impl PlanReport {
@@ -47,7 +51,13 @@ impl PlanReport {
             notes: O::notes(plan.spec(), plan.choice()),
             scratch: plan.scratch().to_vec(),
             scratch_bytes: plan.scratch_bytes(),
+            kernels: Vec::new(),
         }
+    }
+
+    /// With the kernels of a GPU.
+    pub fn with_kernels(self, kernels: Vec<PlannedKernel>) -> Self {
+        Self { kernels, ..self }
     }
 
     /// The kernel.
@@ -79,13 +89,31 @@ impl Report for PlanReport {
     fn lines(&self) -> Vec<String> {
         let mut rows = vec![("planned for", self.planned_for.clone())];
         rows.extend(self.choices());
-        vec![
-            report::pairs(&rows),
-            self.scratch_table(),
-            "spec".into(),
-            serde_json::to_string_pretty(&self.spec).unwrap_or_default(),
-        ]
+        let mut lines = vec![report::pairs(&rows), self.scratch_table()];
+        if !self.kernels.is_empty() {
+            lines.push(kernel_table(&self.kernels));
+        }
+        lines.push("spec".into());
+        lines.push(serde_json::to_string_pretty(&self.spec).unwrap_or_default());
+        lines
     }
+}
+
+/// Registers, shared and local memory of compiled kernels.
+pub fn kernel_table(kernels: &[PlannedKernel]) -> String {
+    let row = |kernel: &PlannedKernel| {
+        let numbers = match kernel.resources {
+            None => vec!["known once compiled".to_owned(), String::new(), String::new()],
+            Some(r) => vec![
+                r.registers.to_string(),
+                (r.static_shared_bytes + r.dynamic_shared_bytes).to_string(),
+                r.local_bytes.to_string(),
+            ],
+        };
+        std::iter::once(kernel.title.clone()).chain(numbers).collect()
+    };
+    let header = ["compiled kernel", "registers", "shared bytes", "local bytes"];
+    report::table(&header, &[1, 2, 3], kernels.iter().map(row).collect())
 }
 
 /// Either of the two things that can be planned.
@@ -122,7 +150,7 @@ pub fn command(args: &PlanArgs, environment: &Environment) -> Result<impl Report
         (Some(name), Some(spec), _) => {
             let operation = op::find(name)?;
             let spec = object(&spec_text(spec)?)?;
-            let facts = device::facts(&args.device, environment)?;
+            let facts = device::facts(&args.device, args.gpu.as_deref(), environment)?;
             let plan = (operation.plan)(spec, &facts)?;
             Ok(Planned::Operation { operation: operation.name, plan })
         }

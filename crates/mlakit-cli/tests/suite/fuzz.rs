@@ -73,7 +73,7 @@ fn read(bytes: &[u8], device: Option<&AnyDevice>) -> Result<(), Failure> {
 #[test]
 fn mutated_case_files_are_read_or_refused() {
     let folder = Folder::new();
-    let args = DeviceArgs { device: DeviceName::Cpu, threads: Some(2), isa: None };
+    let args = DeviceArgs { device: DeviceName::Cpu, threads: Some(2), isa: None, ordinal: None };
     let device = open(&args, &Environment::default()).unwrap();
     let files: Vec<Vec<u8>> =
         all().iter().map(|case| std::fs::read(folder.save("case", case)).unwrap()).collect();
@@ -98,8 +98,8 @@ fn mutated_case_files_are_read_or_refused() {
 
 #[test]
 fn mutated_specs_are_planned_or_refused() {
-    let args = DeviceArgs { device: DeviceName::Cpu, threads: None, isa: None };
-    let facts = facts(&args, &Environment::default()).unwrap();
+    let args = DeviceArgs { device: DeviceName::Cpu, threads: None, isa: None, ordinal: None };
+    let facts = facts(&args, None, &Environment::default()).unwrap();
     let specs: Vec<(String, Vec<u8>)> = all()
         .into_iter()
         .map(|case| {

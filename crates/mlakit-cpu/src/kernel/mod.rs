@@ -32,7 +32,7 @@ pub use linear::{Experts, LinearCall, LinearOut, pack_row, packed_words};
 pub use merge::MergeCall;
 pub use projection::{ProjectionCall, ProjectionTask};
 
-/// The kernels of one instruction set. A value proves that the machine has it.
+/// The kernels of one instruction set. A value proves that the machine has it, or that tiles are emulated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Kernels {
     isa: Isa,

@@ -10,7 +10,7 @@ use mlakit::{Choice, Error, LseBase, Plan, RecordFormat, Refusal, Region, Runs};
 
 use self::tiling::Tiling;
 use super::merge::{self, Operands, Parts};
-use super::{attention, layer};
+use super::{Compiles, attention, layer};
 use crate::device::Cuda;
 use crate::facts::Facts;
 use crate::module::{Kernel, Source};
@@ -217,6 +217,15 @@ fn query(spec: &DenseSpec) -> u32 {
         (QueryDtype::Bf16, false) => 0,
         (QueryDtype::E4m3, _) => 1,
         (QueryDtype::Bf16, true) => 2,
+    }
+}
+
+impl Compiles<Dense> for Cuda {
+    fn sources(plan: &Plan<Dense>) -> Vec<Source> {
+        let spec = plan.spec();
+        let attend = Tiling::new(spec).map(|tiling| source(spec, tiling));
+        let merge = (plan.choice().splits > 1).then(|| merge::source(spec.partial));
+        attend.into_iter().chain(merge).collect()
     }
 }
 

@@ -3,7 +3,7 @@
 use mlakit::op::merge::{Merge, MergeRegions, MergeSpec, Partial};
 use mlakit::{Choice, Error, LseBase, Plan, Refusal, Region, Runs};
 
-use super::{attention, layer};
+use super::{Compiles, attention, layer};
 use crate::device::Cuda;
 use crate::facts::Facts;
 use crate::module::{Kernel, Source};
@@ -153,6 +153,12 @@ fn from_natural(base: LseBase) -> f32 {
 }
 
 /// The kernel for partial outputs of a dtype.
+impl Compiles<Merge> for Cuda {
+    fn sources(plan: &Plan<Merge>) -> Vec<Source> {
+        vec![source(plan.spec().partial)]
+    }
+}
+
 pub(super) fn source(partial: Partial) -> Source {
     Source {
         family: "portable_merge",

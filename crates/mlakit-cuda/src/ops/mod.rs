@@ -20,7 +20,15 @@ mod route;
 mod sample;
 mod writer;
 
+use mlakit::{Op, Plan};
+
 use crate::module::Source;
+
+/// What `prepare` compiles for a plan; known without a device.
+pub trait Compiles<O: Op> {
+    /// The kernels' sources.
+    fn sources(plan: &Plan<O>) -> Vec<Source>;
+}
 
 /// The representative specialisations of every kernel, which are compiled for all architectures
 /// where there is no GPU.

@@ -4,7 +4,7 @@ use mlakit::op::layer::Float;
 use mlakit::op::projection::{Projection, ProjectionRegions, ProjectionSpec};
 use mlakit::{Choice, Error, Plan, Refusal, Runs};
 
-use super::layer;
+use super::{Compiles, layer};
 use crate::device::Cuda;
 use crate::facts::Facts;
 use crate::module::{Kernel, Source};
@@ -117,6 +117,13 @@ impl Runs<Projection> for Cuda {
         // SAFETY: the entry takes these parameters; every address is a region of this launch, bound
         // at the sizes that rows, heads and strides say.
         unsafe { queue.launch(kernel, grid, &params) }
+    }
+}
+
+impl Compiles<Projection> for Cuda {
+    fn sources(plan: &Plan<Projection>) -> Vec<Source> {
+        let many = (plan.spec().max_rows > Tile::Few.rows()).then_some(Tile::Many);
+        [Tile::Few].into_iter().chain(many).map(source).collect()
     }
 }
 

@@ -3,7 +3,7 @@
 use mlakit::op::writer::{Writer, WriterRegions, WriterSpec};
 use mlakit::{Choice, Error, Plan, RecordFormat, Refusal, Runs};
 
-use super::{attention, layer};
+use super::{Compiles, attention, layer};
 use crate::device::Cuda;
 use crate::facts::Facts;
 use crate::module::{Kernel, Source};
@@ -73,6 +73,12 @@ impl Runs<Writer> for Cuda {
         // SAFETY: the entry takes these parameters; every address is a region of this launch, bound
         // at the sizes that the rows and widths say, and the view is that of a pool that it writes.
         unsafe { queue.launch(code, grid, &params) }
+    }
+}
+
+impl Compiles<Writer> for Cuda {
+    fn sources(plan: &Plan<Writer>) -> Vec<Source> {
+        vec![source(plan.spec().record)]
     }
 }
 

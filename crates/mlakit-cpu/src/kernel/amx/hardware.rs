@@ -179,12 +179,11 @@ impl TileUnit for Amx {
         // SAFETY: readable and writable by contract; the rest is register-only AVX-512 F.
         unsafe {
             let mut words = [_mm512_setzero_si512(); TILE];
-            for i in 0..TILE {
-                words[i] = _mm512_loadu_si512(rows[i].cast());
+            for (word, row) in words.iter_mut().zip(rows) {
+                *word = _mm512_loadu_si512(row.cast());
             }
-            let words = transposed(words);
-            for i in 0..TILE {
-                _mm512_storeu_si512(to.add(i * TILE).cast(), words[i]);
+            for (i, word) in transposed(words).into_iter().enumerate() {
+                _mm512_storeu_si512(to.add(i * TILE).cast(), word);
             }
         }
     }
