@@ -21,7 +21,7 @@ const MOST_BYTES: u64 = 24 << 20;
 pub fn run(arguments: &Arguments) -> Result<(), String> {
     let folder = crate::root().join(&arguments.folder);
     fs::create_dir_all(&folder).map_err(|e| format!("{}: {e}", folder.display()))?;
-    let suite = build(&["test", "-p", "mlakit-cuda", "--test", "device", "--no-run"])?;
+    let suite = build(&["test", "--release", "-p", "mlakit-cuda", "--test", "device", "--no-run"])?;
     let program = build(&["build", "--release", "-p", "mlakit-cli", "--bin", "mlakit"])?;
     let suite_to = folder.join("device-suite");
     strip(&suite, &suite_to)?;

@@ -6,6 +6,17 @@
 #[path = "../../../mlakit-cpu/tests/device/suite/mod.rs"]
 mod suite;
 
+// Contracts of layers and models. They name one another from the root of the program that has them.
+#[path = "../../../mlakit-model/tests/suite/common.rs"]
+#[allow(dead_code, reason = "its other users are tests of the f64 reference")]
+mod common;
+#[path = "../../../mlakit-model/tests/suite/device.rs"]
+mod device;
+#[path = "../../../mlakit-model/tests/suite/device_layers.rs"]
+mod device_layers;
+#[path = "../../../mlakit-model/tests/suite/device_tiny.rs"]
+mod device_tiny;
+
 mod driver;
 mod failures;
 mod graphs;
@@ -75,6 +86,12 @@ fn open(options: Options) -> Option<Cuda> {
 }
 
 device_suite!(cuda());
+
+mod models {
+    use super::cuda;
+
+    crate::device::model_suite!(cuda());
+}
 
 #[test]
 fn f32_partials_are_closer() {

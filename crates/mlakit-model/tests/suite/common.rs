@@ -7,12 +7,19 @@ use mlakit_model::checkpoint::Checkpoint;
 use mlakit_model::config::AttentionConfig;
 use safetensors::{Dtype, SafeTensors};
 
+/// The repository: where it was when this was built, or else the current folder, for a test program that was
+/// carried to another machine.
+fn repository() -> PathBuf {
+    let built = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    if built.is_dir() { built } else { PathBuf::from(".") }
+}
+
 pub fn vectors(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../vectors").join(name)
+    repository().join("vectors").join(name)
 }
 
 pub fn tiny_dsa() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/tiny-dsa")
+    repository().join("models/tiny-dsa")
 }
 
 /// The attention of layer `layer` alone, its weights from `checkpoint`.

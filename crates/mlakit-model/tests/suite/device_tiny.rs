@@ -3,8 +3,10 @@
 use mlakit::op::merge::Partial;
 use mlakit::{Category, RecordFormat, Splits};
 use mlakit_model::decoder::{Attention, DecoderDevice, Generator, GeneratorOptions, Sampling};
-use mlakit_model::{Checkpoint, ModelFolder, embedded};
+use mlakit_model::{Checkpoint, ModelFolder};
 use mlakit_serve::CacheSpec;
+
+use crate::common::tiny_dsa;
 
 fn options(attention: Attention) -> GeneratorOptions {
     let cache = CacheSpec {
@@ -24,8 +26,7 @@ fn options(attention: Attention) -> GeneratorOptions {
 }
 
 fn reference() -> safetensors::SafeTensors<'static> {
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/tiny-dsa/reference.safetensors");
-    let bytes = std::fs::read(path).unwrap().leak();
+    let bytes = std::fs::read(tiny_dsa().join("reference.safetensors")).unwrap().leak();
     safetensors::SafeTensors::deserialize(bytes).unwrap()
 }
 
@@ -40,7 +41,7 @@ fn ints(tensors: &safetensors::SafeTensors<'_>, name: &str) -> Vec<i64> {
 }
 
 pub fn logits_of_the_first_128_tokens<D: DecoderDevice>(device: &D) {
-    let model = ModelFolder::from_static(embedded::tiny_dsa()).unwrap();
+    let model = ModelFolder::open(&tiny_dsa()).unwrap();
     let tensors = reference();
     let ids: Vec<u32> = ints(&tensors, "input_ids")[..128].iter().map(|id| *id as u32).collect();
     let needed: Vec<f32> = tensors
@@ -81,12 +82,12 @@ pub fn logits_of_the_first_128_tokens<D: DecoderDevice>(device: &D) {
 
 /// Weights that are not numbers are an error, not a text.
 pub fn broken_weights_are_refused<D: DecoderDevice>(device: &D) {
-    let mut bytes = embedded::tiny_dsa().weights.to_vec();
+    let mut bytes = std::fs::read(tiny_dsa().join("model.safetensors")).unwrap();
     let (header, metadata) = safetensors::SafeTensors::read_metadata(&bytes).unwrap();
     let (first, end) = metadata.info("model.norm.weight").unwrap().data_offsets;
     bytes[8 + header + first..8 + header + end].fill(0xff);
     let checkpoint = Checkpoint::from_bytes(bytes).unwrap();
-    let config = ModelFolder::from_static(embedded::tiny_dsa()).unwrap().config;
+    let config = ModelFolder::open(&tiny_dsa()).unwrap().config;
     let caller = device.own_stream().unwrap();
     let mut stream = device.stream(&caller).unwrap();
     let pair = (&config, &checkpoint);
@@ -99,7 +100,7 @@ pub fn broken_weights_are_refused<D: DecoderDevice>(device: &D) {
 }
 
 pub fn greedy_text_is_that_of_transformers<D: DecoderDevice>(device: &D) {
-    let model = ModelFolder::from_static(embedded::tiny_dsa()).unwrap();
+    let model = ModelFolder::open(&tiny_dsa()).unwrap();
     let tensors = reference();
     let prompts = ["MACBETH.\n", "To be, or not to be", "And the LORD said unto "];
     let tokenizer = model.tokenizer.as_ref().unwrap();
