@@ -22,7 +22,9 @@ pub fn run(arguments: &Arguments) -> Result<(), String> {
     let folder = crate::root().join(&arguments.folder);
     fs::create_dir_all(&folder).map_err(|e| format!("{}: {e}", folder.display()))?;
     let suite = build(&["test", "--release", "-p", "mlakit-cuda", "--test", "device", "--no-run"])?;
-    let program = build(&["build", "--release", "-p", "mlakit-cli", "--bin", "mlakit"])?;
+    // The checkpoint that the program embeds by default lies beside the bundle.
+    let program = ["build", "--release", "-p", "mlakit-cli", "--bin", "mlakit"];
+    let program = build(&[&program[..], &["--no-default-features"]].concat())?;
     let suite_to = folder.join("device-suite");
     strip(&suite, &suite_to)?;
     strip(&program, &folder.join("mlakit"))?;

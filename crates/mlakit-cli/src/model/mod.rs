@@ -26,6 +26,10 @@ const PROMPT_ROWS: usize = 128;
 /// The checkpoint in a folder, or the one that the program carries.
 fn open(dir: Option<&Path>) -> Result<ModelFolder, Failure> {
     match dir {
+        // Without the feature the program is small and stands beside the repository's data.
+        None if cfg!(not(feature = "embedded")) => {
+            ModelFolder::open(Path::new("models/tiny-dsa")).map_err(Failure::from)
+        }
         None => ModelFolder::from_static(embedded::tiny_dsa()).map_err(Failure::from),
         Some(dir) if !dir.is_dir() => Err(Failure::input(
             format!("--model {}: needed a folder", dir.display()),
