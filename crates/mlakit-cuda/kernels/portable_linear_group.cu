@@ -1,14 +1,12 @@
-// Linear layers with experts: what comes before and behind the products.
+// Linear layers with experts, before the products: one block sorts rows of y by expert and cuts each
+// expert's into tiles.
 //
-// `portable_linear_group`, one block, sorts rows of y by expert and cuts each expert's into tiles.
-// Ids that are no expert are counted as faults and become a group of their own, the last.
-// Where rows stand inside a group is left to the atomics: a row's bits do not depend on it.
-// `portable_linear_combine` sums the results of a row's experts, each times its gate, in order.
+// Ids that are no expert are counted as faults and become a group of their own, the last. Where
+// rows stand inside a group is left to the atomics: a row's bits do not depend on it.
 //
-// Shared memory of the first: 4 bytes an expert and 4 more. At most 64 registers each.
+// Shared memory: 4 bytes an expert and 4 more, and 256. At most 64 registers.
 
-constexpr int GROUP_THREADS = 1024;
-constexpr int COMBINE_THREADS = 256;
+constexpr int THREADS = 1024;
 
 struct GroupParams {
   const int* ids;  // [rows]; not trusted
@@ -22,24 +20,9 @@ struct GroupParams {
 
 static_assert(sizeof(GroupParams) == 48, "the host mirrors this");
 
-struct CombineParams {
-  const int* ids;      // [rows, used]
-  const float* gates;  // [rows, used]
-  const float* sums;   // [rows, used, out_width]
-  u8* y;               // BF16 or F32 [rows, out_width]
-  i64 rows;
-  i64 out_width;
-  u32 used;
-  u32 experts;
-  u32 y_f32;
-  u32 accumulate;
-};
-
-static_assert(sizeof(CombineParams) == 64, "the host mirrors this");
-
 // The sum of the values of all threads before this one.
 __device__ __forceinline__ u64 block_sum_before(u64 value) {
-  __shared__ u64 sums[GROUP_THREADS / WARP];
+  __shared__ u64 sums[THREADS / WARP];
   int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   u64 sum = value;
 #pragma unroll
@@ -53,21 +36,21 @@ __device__ __forceinline__ u64 block_sum_before(u64 value) {
   return sum - value;
 }
 
-extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     portable_linear_group(const __grid_constant__ GroupParams p) {
   extern __shared__ u32 counts[];  // of each group; then where its next row goes
   follow_predecessor();
   u32 groups = p.experts + 1;
-  for (u32 i = threadIdx.x; i < groups; i += GROUP_THREADS) counts[i] = 0;
+  for (u32 i = threadIdx.x; i < groups; i += THREADS) counts[i] = 0;
   __syncthreads();
-  for (i64 row = threadIdx.x; row < p.rows; row += GROUP_THREADS) {
+  for (i64 row = threadIdx.x; row < p.rows; row += THREADS) {
     atomicAdd(&counts[min(u32(p.ids[row]), p.experts)], 1u);
   }
   __syncthreads();
   if (threadIdx.x == 0) count_fault(p.faults, FAULT_ID, counts[p.experts]);
 
   // Rows in the low half, tiles in the high half, of this thread's groups.
-  u32 each = (groups + GROUP_THREADS - 1) / GROUP_THREADS;
+  u32 each = (groups + THREADS - 1) / THREADS;
   u32 begin = min(threadIdx.x * each, groups), end = min(begin + each, groups);
   u64 own = 0;
   for (u32 i = begin; i < end; i++) {
@@ -87,30 +70,9 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 1)
     counts[i] = first;
     first += count;
   }
-  if (threadIdx.x == GROUP_THREADS - 1) p.tiles[0] = tile;
+  if (threadIdx.x == THREADS - 1) p.tiles[0] = tile;
   __syncthreads();
-  for (i64 row = threadIdx.x; row < p.rows; row += GROUP_THREADS) {
+  for (i64 row = threadIdx.x; row < p.rows; row += THREADS) {
     p.order[atomicAdd(&counts[min(u32(p.ids[row]), p.experts)], 1u)] = u32(row);
-  }
-}
-
-extern "C" __global__ void __launch_bounds__(COMBINE_THREADS)
-    portable_linear_combine(const __grid_constant__ CombineParams p) {
-  follow_predecessor();
-  i64 at = i64(blockIdx.x) * COMBINE_THREADS + threadIdx.x;
-  i64 row = at / p.out_width;
-  if (row >= p.rows) return;
-  float value = 0.0f;
-  for (u32 j = 0; j < p.used; j++) {
-    i64 pair = row * p.used + j;
-    // A gate that is not a number must not count where there is no expert.
-    if (u32(p.ids[pair]) >= p.experts) continue;
-    value += p.gates[pair] * p.sums[pair * p.out_width + at % p.out_width];
-  }
-  if (p.y_f32) {
-    float* y = (float*)p.y + at;
-    *y = p.accumulate ? *y + value : value;
-  } else {
-    ((u16*)p.y)[at] = bf16_of_f32(value);
   }
 }

@@ -293,7 +293,9 @@ const TILED: &[&str] = &[
     include_str!("../../kernels/portable_linear_tiled.cu"),
 ];
 
-const EXPERTS: &[&str] = &[layer::COMMON, include_str!("../../kernels/portable_linear_group.cu")];
+const GROUP: &[&str] = &[layer::COMMON, include_str!("../../kernels/portable_linear_group.cu")];
+
+const COMBINE: &[&str] = &[layer::COMMON, include_str!("../../kernels/portable_linear_combine.cu")];
 
 /// The products of a tile.
 fn product(tile: Tile, input: Float, grouped: bool) -> Source {
@@ -328,13 +330,13 @@ fn product(tile: Tile, input: Float, grouped: bool) -> Source {
 /// What sorts rows by so many experts.
 fn group(experts: usize) -> Source {
     let entry = ("portable_linear_group", "portable_linear_group");
-    let source = layer::source(entry, EXPERTS, Vec::new(), (GROUP_THREADS, 64));
+    let source = layer::source(entry, GROUP, Vec::new(), (GROUP_THREADS, 64));
     Source { dynamic_shared_bytes: (experts as u32 + 1) * 4, ..source }
 }
 
 fn combine() -> Source {
     let entry = ("portable_linear_combine", "portable_linear_combine");
-    layer::source(entry, EXPERTS, Vec::new(), (COMBINE_THREADS, 64))
+    layer::source(entry, COMBINE, Vec::new(), (COMBINE_THREADS, 64))
 }
 
 /// Every specialisation, the one that sorts for the most experts.

@@ -132,12 +132,19 @@ fn params(plan: &Plan<Route>, regions: &RouteRegions) -> Params {
     }
 }
 
-const TEXT: &[&str] = &[layer::COMMON, include_str!("../../kernels/portable_route.cu")];
+const COMMON: &str = include_str!("../../kernels/portable_route_common.cuh");
+
+const LOGITS: &[&str] =
+    &[layer::COMMON, COMMON, include_str!("../../kernels/portable_route_logits.cu")];
+
+const SELECT: &[&str] =
+    &[layer::COMMON, COMMON, include_str!("../../kernels/portable_route_select.cu")];
 
 /// The logits; `sliced`: of few rows.
 fn logits(sliced: bool) -> Source {
     let defines = vec![("SLICED", layer::switch(sliced))];
-    layer::source(("portable_route", "portable_route_logits"), TEXT, defines, (THREADS, 128))
+    let entry = ("portable_route_logits", "portable_route_logits");
+    layer::source(entry, LOGITS, defines, (THREADS, 128))
 }
 
 /// What chooses among so many experts and groups.
@@ -146,8 +153,8 @@ fn select(scoring: Scoring, score: GroupScore, keys: usize) -> Source {
         ("SOFTMAX", layer::switch(scoring == Scoring::Softmax)),
         ("TOP_TWO", layer::switch(score == GroupScore::TopTwoSum)),
     ];
-    let entry = ("portable_route", "portable_route_select");
-    let source = layer::source(entry, TEXT, defines, (WARP, 80));
+    let entry = ("portable_route_select", "portable_route_select");
+    let source = layer::source(entry, SELECT, defines, (WARP, 80));
     Source { dynamic_shared_bytes: (keys * 4) as u32, ..source }
 }
 
