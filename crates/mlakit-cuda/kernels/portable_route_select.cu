@@ -105,8 +105,8 @@ extern "C" __global__ void __launch_bounds__(WARP)
       ids[place] = int(expert);
       gates[place] = gate;
     }
-    if (lane == 0) keys[expert] = TAKEN;
-    __syncwarp();
+    // The lane that reads this key writes it: nobody else does either.
+    if (lane == expert % WARP) keys[expert] = TAKEN;
   }
   float divisor = p.normalize ? sum + 1e-20f : 1.0f;
   for (u32 place = lane; place < p.used; place += WARP) {

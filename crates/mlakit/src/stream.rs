@@ -101,10 +101,19 @@ impl<D: Device> Stream<'_, D> {
         self.note(Use::new("noted pages", Region::EMPTY, access, claim))
     }
 
-    /// The host waits for everything enqueued.
+    /// The host waits for everything enqueued, and so for all that it was made to wait for on other
+    /// streams.
+    ///
+    /// Then it is done, whether or not a signal has been seen: a driver may say that an event is
+    /// still to come while another thread keeps it busy.
     pub fn wait(&mut self) -> Result<(), Error> {
         let queue = self.queue.as_mut().expect(TAKEN);
         self.device.wait(queue)?;
+        let clocks = self.device.keeper().clocks();
+        clocks.complete(self.last());
+        for (stream, number) in self.seen.into_iter().enumerate() {
+            clocks.complete(Ticket { stream, number });
+        }
         self.device.reclaim();
         Ok(())
     }

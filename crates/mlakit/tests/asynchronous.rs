@@ -302,6 +302,31 @@ fn an_order_reaches_through_a_third_stream() {
     });
 }
 
+/// A driver need not say at once that an event has come; who has waited knows it all the same, of
+/// his stream and of those that it was made to wait for.
+#[test]
+fn a_wait_needs_no_report() {
+    late(|device| {
+        let callers: [_; 3] = std::array::from_fn(|_| device.own_stream().unwrap());
+        let [mut a, mut b, mut c] = callers.each_ref().map(|at| device.stream(at).unwrap());
+        let (mut x, mut y) = (tensor(device, "x", &[0.0]), tensor(device, "y", &[0.0]));
+        device.inject(Fault::Silent);
+        x.write_on(&mut a, 0, &[1.0]).unwrap();
+        y.write_on(&mut c, 0, &[2.0]).unwrap();
+        b.wait_for(&a).unwrap();
+        for caller in &callers {
+            caller.pump(usize::MAX);
+        }
+        assert_eq!(x.read().err(), Some(Error::InFlight { what: "x".into() }), "no report");
+        b.wait().unwrap();
+        assert_eq!(x.read().unwrap(), [1.0]);
+        assert_eq!(y.read().err(), Some(Error::InFlight { what: "y".into() }), "of c, not of b");
+        c.wait().unwrap();
+        assert_eq!(y.read().unwrap(), [2.0]);
+        a.wait().unwrap();
+    });
+}
+
 #[test]
 fn a_stream_that_left_work_behind_keeps_its_number() {
     late(|device| {

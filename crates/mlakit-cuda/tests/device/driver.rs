@@ -9,7 +9,8 @@ use cudarc::driver::sys;
 use mlakit_cuda::{CallerStream, Cuda};
 
 /// `mlakit_gate` runs until the word at `open` is not 0; `mlakit_add` adds 1 to each word of
-/// `data`; `mlakit_trap` stops the context for good.
+/// `data`; `mlakit_differ` adds to `count` how many words of `a` and `b` differ; `mlakit_trap` stops
+/// the context for good.
 const TEXT: &str = "
 .version 7.1
 .target sm_80
@@ -38,6 +39,39 @@ AGAIN:
     ld.u32 %word, [%at];
     add.u32 %word, %word, 1;
     st.u32 [%at], %word;
+    ret;
+}
+.visible .entry mlakit_differ(.param .u64 a, .param .u64 b, .param .u64 words, .param .u64 count)
+{
+    .reg .pred %end, %same;
+    .reg .b32 %block, %threads, %thread, %blocks, %x, %y;
+    .reg .b64 %a, %b, %words, %count, %i, %step, %offset, %at;
+    ld.param.u64 %a, [a];
+    ld.param.u64 %b, [b];
+    ld.param.u64 %words, [words];
+    ld.param.u64 %count, [count];
+    mov.u32 %block, %ctaid.x;
+    mov.u32 %threads, %ntid.x;
+    mov.u32 %thread, %tid.x;
+    mov.u32 %blocks, %nctaid.x;
+    mad.lo.u32 %thread, %block, %threads, %thread;
+    mul.lo.u32 %blocks, %blocks, %threads;
+    cvt.u64.u32 %i, %thread;
+    cvt.u64.u32 %step, %blocks;
+NEXT:
+    setp.ge.u64 %end, %i, %words;
+    @%end bra DONE;
+    shl.b64 %offset, %i, 2;
+    add.u64 %at, %a, %offset;
+    ld.u32 %x, [%at];
+    add.u64 %at, %b, %offset;
+    ld.u32 %y, [%at];
+    add.u64 %i, %i, %step;
+    setp.eq.u32 %same, %x, %y;
+    @%same bra NEXT;
+    red.add.u32 [%count], 1;
+    bra NEXT;
+DONE:
     ret;
 }
 .visible .entry mlakit_trap()
@@ -94,6 +128,59 @@ impl Driver {
             sys::cuLaunchKernel(function, 1, 1, 1, threads, 1, 1, 0, stream, at, none)
         };
         ok(launched);
+    }
+
+    /// How many of the words of two pieces of memory differ. Nothing else uses them meanwhile.
+    pub fn differing(&self, a: u64, b: u64, words: usize) -> u32 {
+        let count = self.memory(4);
+        let mut function = std::ptr::null_mut();
+        let name = c"mlakit_differ".as_ptr();
+        // SAFETY: the module is live, and the name ends with 0.
+        unsafe { ok(sys::cuModuleGetFunction(&mut function, self.module, name)) };
+        let mut parameters = [a, b, words as u64, count];
+        let mut at = parameters.each_mut().map(|p| std::ptr::from_mut(p).cast::<c_void>());
+        let none = std::ptr::null_mut();
+        // SAFETY: the kernel takes three addresses of live memory and a number.
+        let launched = unsafe {
+            sys::cuLaunchKernel(
+                function,
+                1024,
+                1,
+                1,
+                256,
+                1,
+                1,
+                0,
+                none,
+                at.as_mut_ptr(),
+                none.cast(),
+            )
+        };
+        ok(launched);
+        let differing = self.read(count, 1)[0];
+        // SAFETY: `memory` allocated it, and it is freed once.
+        unsafe { ok(sys::cuMemFree_v2(count)) };
+        differing
+    }
+
+    /// Copies words on the device. Nothing else uses them meanwhile.
+    pub fn copy(&self, to: u64, from: u64, words: usize) {
+        // SAFETY: both are live memory of as many words.
+        unsafe { ok(sys::cuMemcpyDtoD_v2(to, from, 4 * words)) };
+        self.settle();
+    }
+
+    /// Fills memory with one word. Nothing else uses it meanwhile.
+    pub fn fill(&self, at: u64, word: u32, words: usize) {
+        // SAFETY: it is live memory of as many words.
+        unsafe { ok(sys::cuMemsetD32_v2(at, word, words)) };
+        self.settle();
+    }
+
+    /// Waits for the legacy default stream, on which copies and fills run.
+    fn settle(&self) {
+        // SAFETY: a context is current.
+        unsafe { ok(sys::cuStreamSynchronize(std::ptr::null_mut())) };
     }
 
     /// Makes the second stream wait for all that the first was given.

@@ -1,19 +1,18 @@
 //! Sizes that a 16-bit or a 32-bit number does not count, and many live inputs.
 
-use std::ops::Range;
-
 use half::bf16;
 use mlakit::op::dense::{Dense, DenseArgs, DenseFields, DenseSpec, QueryInput};
 use mlakit::op::merge::{
     LseInput, LseOutput, Merge, MergeArgs, MergeFields, MergeSpec, Partial, PartialInput,
 };
 use mlakit::{
-    Buffer, Device, Lane, Lse, LseBase, Natural, Pages, Plan, PoolView, Prepared, Slots, Splits,
-    Stream,
+    Buffer, Category, Device, Lane, Lse, LseBase, Natural, Pages, Plan, PoolView, Prepared, Slots,
+    Splits, Stream,
 };
 use mlakit_cuda::Cuda;
 
 use super::cuda;
+use super::driver::Driver;
 use super::suite::dense_inputs::shape;
 use super::suite::dense_run::tensor;
 use super::suite::random::Rng;
@@ -93,25 +92,27 @@ fn many_spec() -> DenseSpec {
     DenseSpec::new(fields).unwrap()
 }
 
-/// Query elements that change from one replay to the next: 256 rows of them.
-const CHANGED: usize = 256 * HEADS * QK;
+/// Elements of the queries.
+const Q: usize = ROWS * HEADS * QK;
+
+/// Elements of the numbers that are made once; the queries of a replay are some Q of them.
+const NUMBERS: usize = Q + (1 << 22);
 
 /// What changes from one replay to the next.
-struct Step<'n> {
-    q: &'n [bf16],
+struct Step {
+    /// The first of the numbers.
+    first: usize,
     table: Vec<i32>,
     kv_lens: Vec<i32>,
     pool: usize,
 }
 
-impl<'n> Step<'n> {
-    /// Queries are a window into numbers that are made once.
-    fn new(rng: &mut Rng, numbers: &'n [bf16]) -> Self {
-        let first = rng.below(numbers.len() - CHANGED);
+impl Step {
+    fn new(rng: &mut Rng) -> Self {
         let mut pages: Vec<i32> = (0..PAGES as i32).collect();
         rng.shuffle(&mut pages);
         Self {
-            q: &numbers[first..first + CHANGED],
+            first: 2 * rng.below((NUMBERS - Q) / 2),
             table: pages[..BATCH * TABLE].to_vec(),
             kv_lens: (0..BATCH).map(|_| rng.below(TABLE * PAGE + 1) as i32).collect(),
             pool: rng.below(2),
@@ -138,7 +139,7 @@ fn offsets() -> Vec<i32> {
 }
 
 impl Many {
-    fn new(device: &Cuda, q: &[bf16]) -> Self {
+    fn new(device: &Cuda) -> Self {
         let plan = Plan::<Dense>::for_device::<Cuda>(&many_spec(), device.facts()).unwrap();
         let geometry = plan.spec().pages();
         let pools = [0, 1].map(|seed| {
@@ -151,24 +152,18 @@ impl Many {
             dense: plan.prepare(device).unwrap(),
             pools,
             lane: Lane::new(device, "lane", &[plan.scratch_bytes()]).unwrap(),
-            q: tensor::<bf16, Cuda>(device, q),
+            q: Buffer::zeroed(device, (Category::Tensors, "q"), Q).unwrap(),
             table: tensor::<i32, Cuda>(device, &[-1; BATCH * TABLE]),
             kv_lens: tensor::<i32, Cuda>(device, &[0; BATCH]),
             offsets: tensor::<i32, Cuda>(device, &offsets()),
             view: PoolView::new(device, "view", geometry).unwrap(),
-            out: tensor::<bf16, Cuda>(device, &vec![bf16::NAN; OUT]),
-            lse: tensor::<Lse<Natural>, Cuda>(device, &vec![f32::NAN; ROWS * HEADS]),
+            out: Buffer::zeroed(device, (Category::Tensors, "out"), OUT).unwrap(),
+            lse: Buffer::zeroed(device, (Category::Tensors, "lse"), ROWS * HEADS).unwrap(),
         }
     }
 
-    /// One eager call.
-    fn eager(
-        &mut self,
-        stream: &mut Stream<'_, Cuda>,
-        step: &Step<'_>,
-        rows: Range<usize>,
-    ) -> Given {
-        self.q.write(step.q).unwrap();
+    /// One eager call, with the queries that are there.
+    fn eager(&mut self, stream: &mut Stream<'_, Cuda>, step: &Step) {
         self.table.write(&step.table).unwrap();
         self.kv_lens.write(&step.kv_lens).unwrap();
         self.view.bind(stream, &self.pools[step.pool]).unwrap();
@@ -187,60 +182,33 @@ impl Many {
         };
         self.dense.bind(args).unwrap().run(stream).unwrap();
         stream.wait().unwrap();
-        Given::read(&self.out, &self.lse, rows)
     }
 }
 
 const OUT: usize = ROWS * HEADS * VALUE;
 
-/// Every log-sum-exp, and the outputs of some rows.
-struct Given {
-    out: Vec<bf16>,
-    lse: Vec<f32>,
-}
-
-impl Given {
-    fn read(
-        out: &Buffer<bf16, Cuda>,
-        lse: &Buffer<Lse<Natural>, Cuda>,
-        rows: Range<usize>,
-    ) -> Self {
-        let mut values = vec![bf16::NAN; rows.len() * HEADS * VALUE];
-        out.read_into(rows.start * HEADS * VALUE, &mut values).unwrap();
-        Self { out: values, lse: lse.read().unwrap() }
-    }
-
-    #[track_caller]
-    fn same(&self, what: &str, needed: &Self) {
-        let bits = |values: &[f32]| values.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
-        assert!(bits(&self.lse) == bits(&needed.lse), "{what}: log-sum-exps differ");
-        let pairs = self.out.iter().zip(&needed.out);
-        let differs = pairs.clone().position(|(given, needed)| given.to_bits() != needed.to_bits());
-        assert_eq!(differs, None, "{what}");
-        assert!(self.out.iter().all(|v| v.is_finite()), "{what}: not written");
-    }
-}
-
 /// 4,096 query rows of 64 heads: replays with other queries, lengths, pages and pool each time give
-/// the eager run's bits. Every log-sum-exp is compared, and the outputs of 16 rows, which are
-/// others each time.
+/// the eager run's bits, in every output and every log-sum-exp. Both are filled with different
+/// words before, so what is not written differs.
 #[test]
 fn replays_of_many_rows_equal_eager_runs() {
     let Some(device) = cuda() else { return };
+    let driver = Driver::new(&device);
     let caller = device.own_stream().unwrap();
     let mut stream = device.stream(&caller).unwrap();
     let mut rng = Rng(9);
-    let numbers = rng.bf16s(1 << 24);
-    let all: Vec<bf16> = numbers.iter().copied().cycle().take(ROWS * HEADS * QK).collect();
-    let mut many = Many::new(&device, &all);
+    let numbers: Vec<bf16> = rng.bf16s(1 << 22).into_iter().cycle().take(NUMBERS).collect();
+    let numbers = tensor::<bf16, Cuda>(&device, &numbers);
+    let mut many = Many::new(&device);
     let mut slots = Slots::new(&device);
-    let q = slots.slot("q", ROWS * HEADS * QK).unwrap();
+    let q = slots.slot("q", Q).unwrap();
     let table = slots.slot("table", BATCH * TABLE).unwrap();
     let kv_lens = slots.slot("lengths", BATCH).unwrap();
     let rows = slots.slot("offsets", BATCH + 1).unwrap();
     let view = slots.view("view", many.dense.plan().spec().pages()).unwrap();
-    let out = tensor::<bf16, Cuda>(&device, &vec![bf16::NAN; OUT]);
-    let lse = tensor::<Lse<Natural>, Cuda>(&device, &vec![f32::NAN; ROWS * HEADS]);
+    let out = Buffer::<bf16, Cuda>::zeroed(&device, (Category::Tensors, "out"), OUT).unwrap();
+    let kind = (Category::Tensors, "lse");
+    let lse = Buffer::<Lse<Natural>, Cuda>::zeroed(&device, kind, ROWS * HEADS).unwrap();
     let graph = slots.capture(&mut stream, |rec| {
         let args = DenseArgs {
             q: QueryInput::Bf16(rec.input(q)?),
@@ -258,19 +226,32 @@ fn replays_of_many_rows_equal_eager_runs() {
         many.dense.bind(args)?.run(rec)
     });
     let mut graph = graph.unwrap();
-    graph.slot_mut(q).unwrap().write(&all).unwrap();
     graph.slot_mut(rows).unwrap().write(&offsets()).unwrap();
+    let results = [
+        (out.address(), many.out.address(), OUT / 2),
+        (lse.address(), many.lse.address(), ROWS * HEADS),
+    ];
     for index in 0..1000 {
-        let step = Step::new(&mut rng, &numbers);
-        let first = rng.below(ROWS - 16);
-        let needed = many.eager(&mut stream, &step, first..first + 16);
-        graph.slot_mut(q).unwrap().write(step.q).unwrap();
+        let step = Step::new(&mut rng);
+        for to in [many.q.address(), graph.address(q).unwrap()] {
+            driver.copy(to, numbers.address() + 2 * step.first as u64, Q / 2);
+        }
+        for (replayed, eager, words) in results {
+            driver.fill(replayed, 0x7fc1_7fc1, words);
+            driver.fill(eager, 0x7fc2_7fc2, words);
+        }
+        many.eager(&mut stream, &step);
         graph.slot_mut(table).unwrap().write(&step.table).unwrap();
         graph.slot_mut(kv_lens).unwrap().write(&step.kv_lens).unwrap();
         graph.bind(&mut stream, view, &many.pools[step.pool]).unwrap();
         graph.replay(&mut stream).unwrap().wait(&mut stream).unwrap();
-        let given = Given::read(&out, &lse, first..first + 16);
-        given.same(&format!("replay {index}, rows from {first}"), &needed);
+        for (what, (replayed, eager, words)) in ["out", "lse"].into_iter().zip(results) {
+            assert_eq!(
+                driver.differing(replayed, eager, words),
+                0,
+                "replay {index}: words of {what}"
+            );
+        }
     }
 }
 

@@ -18,4 +18,9 @@ mod tokenizer;
 
 mod cpu {
     crate::device::model_suite!(Some(mlakit_cpu::Cpu::detect().unwrap()));
+
+    #[test]
+    fn logits_in_near_ties() {
+        crate::device_tiny::near_ties_included(&mlakit_cpu::Cpu::detect().unwrap());
+    }
 }

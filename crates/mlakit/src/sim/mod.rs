@@ -82,6 +82,8 @@ pub enum Fault {
     Work(usize),
     /// Launches from now on give a wrong first element.
     Numbers,
+    /// What is done from now on is not reported: nobody knows but who waits.
+    Silent,
     /// Nothing works any more, and what was enqueued is lost with its signals.
     Down,
 }
