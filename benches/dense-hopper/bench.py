@@ -76,7 +76,7 @@ def our_calls(kernel, pool, sets, shape, options):
     if kernel not in pool.views:
         pool.views[kernel] = pool_view(pool.cache, 576, kernel)
     calls = [Problem(kernel, q, pool.cache, table, lens, offsets, 576**-0.5,
-                     view=pool.views[kernel], most_rows=rows, **options)
+                     view=pool.views[kernel], **options)
              for q, table in sets]
     return calls, [call.launch for call in calls]
 

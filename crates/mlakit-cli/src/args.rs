@@ -122,9 +122,9 @@ pub enum Format {
 /// The device and what of it to use.
 #[derive(Clone, Debug, Group)]
 pub struct DeviceArgs {
-    /// The device that runs it
-    #[arg(long, value_enum, default_value = "cpu")]
-    pub device: DeviceName,
+    /// The device that runs it [default: cpu]
+    #[arg(long, value_enum)]
+    pub device: Option<DeviceName>,
     /// Threads of the CPU, instead of MLAKIT_THREADS or every processor there is
     #[arg(long, value_name = "N", value_parser = whole::<1, MAX_THREADS>)]
     pub threads: Option<usize>,
@@ -135,6 +135,13 @@ pub struct DeviceArgs {
     /// Which GPU, as the driver counts [default: 0]
     #[arg(long, value_name = "N")]
     pub ordinal: Option<u32>,
+}
+
+impl DeviceArgs {
+    /// The device; the CPU where no flag names one.
+    pub fn name(&self) -> DeviceName {
+        self.device.unwrap_or(DeviceName::Cpu)
+    }
 }
 
 /// Threads at most.
@@ -182,8 +189,8 @@ pub struct PlanArgs {
     /// Its Spec: a JSON object, or @ and the file that holds it
     #[arg(long, value_name = "JSON|@FILE", requires = "op")]
     pub spec: Option<String>,
-    /// With --device cuda: plan for a GPU that need not be here, by name: h200, a100, ...
-    #[arg(long, value_name = "NAME", requires = "op")]
+    /// Plan for a GPU that need not be here, by name: h200, a100, ...; means --device cuda
+    #[arg(long, value_name = "NAME")]
     pub gpu: Option<String>,
     /// Plan a model: its config.json, or the folder that holds it
     #[arg(long, value_name = "PATH", conflicts_with = "spec")]
@@ -195,16 +202,16 @@ pub struct PlanArgs {
     #[arg(long, value_name = "N", conflicts_with = "op", value_parser = whole::<1, 4096>)]
     pub tp: Option<usize>,
     /// Memory of each device, in GiB
-    #[arg(long, value_name = "GIB", conflicts_with = "op", value_parser = positive)]
+    #[arg(long, value_name = "GIB", conflicts_with = "op", value_parser = gibibytes)]
     pub memory_gib: Option<f64>,
-    /// Bits of a stored weight
+    /// Bits of every stored weight [default: as the config says, else 16]
     #[arg(long, value_name = "N", conflicts_with = "op", value_parser = whole::<1, 64>)]
     pub weight_bits: Option<usize>,
     /// The record format of the cache [default: bf16]
     #[arg(long, value_name = "FORMAT", conflicts_with = "op", value_parser = record)]
     pub record: Option<RecordFormat>,
-    /// Tokens of a page [default: 64]
-    #[arg(long, value_name = "N", conflicts_with = "op", value_parser = whole::<1, 65_536>)]
+    /// Tokens of a page: 1 or a multiple of 16 [default: 64]
+    #[arg(long, value_name = "N", conflicts_with = "op", value_parser = page_size)]
     pub page_size: Option<usize>,
     /// The device that it is planned for; it need not be there.
     #[command(flatten)]
@@ -225,9 +232,24 @@ pub struct CheckArgs {
     pub device: DeviceArgs,
 }
 
+/// What `mlakit bench` times.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum BenchOp {
+    /// Attention over every key.
+    Dense,
+    /// Attention over the keys that rows select.
+    Sparse,
+}
+
 /// `mlakit bench`.
 #[derive(Debug, Group)]
 pub struct BenchArgs {
+    /// The operation
+    #[arg(long, value_enum, default_value = "dense")]
+    pub op: BenchOp,
+    /// With --op sparse: tokens that each row selects
+    #[arg(long, value_name = "N", default_value = "2048", value_parser = whole::<1, { 1 << 24 }>)]
+    pub selected: usize,
     /// Query heads, one or several
     #[arg(long, value_name = "N,..", value_delimiter = ',', default_value = "16,128")]
     #[arg(value_parser = whole::<1, 16_384>)]
@@ -248,8 +270,8 @@ pub struct BenchArgs {
     /// Elements of a value
     #[arg(long, value_name = "N", default_value = "512", value_parser = whole::<2, 8192>)]
     pub value_width: usize,
-    /// Tokens of a page
-    #[arg(long, value_name = "N", default_value = "64", value_parser = whole::<1, 65_536>)]
+    /// Tokens of a page: 1 or a multiple of 16
+    #[arg(long, value_name = "N", default_value = "64", value_parser = page_size)]
     pub page_size: usize,
     /// The record format of the cache
     #[arg(long, value_name = "FORMAT", default_value = "bf16", value_parser = record)]
@@ -404,10 +426,19 @@ fn seed(text: &str) -> Result<u64, String> {
     text.parse().map_err(|_| format!("needed a whole number from 0 to {}", u64::MAX))
 }
 
-fn positive(text: &str) -> Result<f64, String> {
+/// Memory of a device, at most an exbibyte: beyond it a number is a slip.
+fn gibibytes(text: &str) -> Result<f64, String> {
+    const MOST: f64 = (1u64 << 30) as f64;
     match text.parse::<f64>() {
-        Ok(value) if value.is_finite() && value > 0.0 => Ok(value),
-        _ => Err("needed a number above 0".into()),
+        Ok(value) if value > 0.0 && value <= MOST => Ok(value),
+        _ => Err(format!("needed a number above 0, at most {MOST}")),
+    }
+}
+
+fn page_size(text: &str) -> Result<usize, String> {
+    match whole::<1, 65_536>(text) {
+        Ok(size) if size == 1 || size.is_multiple_of(16) => Ok(size),
+        _ => Err("needed 1 or a multiple of 16, at most 65536".into()),
     }
 }
 
@@ -419,7 +450,10 @@ fn at_least_zero(text: &str) -> Result<f32, String> {
 }
 
 fn record(name: &str) -> Result<RecordFormat, String> {
-    RecordFormat::parse(name).map_err(|error| error.to_string())
+    match RecordFormat::parse(name) {
+        Ok(format) if format.is_index() => Err(format!("{name} is the format of an index key")),
+        found => found.map_err(|error| error.to_string()),
+    }
 }
 
 fn partial(name: &str) -> Result<Partial, String> {
@@ -431,15 +465,18 @@ fn partial(name: &str) -> Result<Partial, String> {
 }
 
 fn splits(text: &str) -> Result<Splits, String> {
+    const MOST: usize = 1 << 16;
     let number = |text: &str| text.parse().ok().filter(|count| *count > 0);
     match text.strip_prefix("fixed:") {
         None if text == "auto" => Some(Splits::Auto),
-        None => number(text).map(Splits::Count),
+        None => number(text).filter(|count| *count <= MOST).map(Splits::Count),
         Some(tokens) => {
             number(tokens).filter(|tokens| tokens.is_multiple_of(64)).map(Splits::FixedTokens)
         }
     }
-    .ok_or_else(|| "needed auto, a number from 1, or fixed:TOKENS with a multiple of 64".into())
+    .ok_or_else(|| {
+        format!("needed auto, a number from 1 to {MOST}, or fixed:TOKENS with a multiple of 64")
+    })
 }
 
 #[cfg(test)]
@@ -492,7 +529,9 @@ mod tests {
         assert_eq!(splits("auto"), Ok(Splits::Auto));
         assert_eq!(splits("7"), Ok(Splits::Count(7)));
         assert_eq!(splits("fixed:256"), Ok(Splits::FixedTokens(256)));
-        for wrong in ["", "0", "-1", "fixed", "fixed:", "fixed:0", "fixed:65", "Auto", "1.5"] {
+        for wrong in
+            ["", "0", "-1", "65537", "fixed", "fixed:", "fixed:0", "fixed:65", "Auto", "1.5"]
+        {
             assert!(splits(wrong).is_err(), "{wrong}");
         }
     }

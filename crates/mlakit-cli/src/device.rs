@@ -83,28 +83,79 @@ pub struct Choices {
     pub threads_because: String,
 }
 
+/// What flags and environment name.
+enum Named {
+    /// A processor, here or elsewhere.
+    Cpu(Facts),
+    /// A GPU that need not be here.
+    Gpu(GpuFacts),
+    /// A GPU that must be.
+    PresentGpu,
+}
+
 /// The facts that flags and environment ask for; the rest is what this machine has. They may be
 /// those of another machine: of a GPU, where `gpu` names one.
 ///
 /// # Errors
-/// A name or a number that is none; a GPU that is neither here nor named.
+/// As [`check_names`]; a GPU that is neither here nor named.
 pub fn facts(
     args: &DeviceArgs,
     gpu: Option<&str>,
     environment: &Environment,
 ) -> Result<AnyFacts, Failure> {
-    match (args.device, gpu) {
-        (DeviceName::Cpu, _) => choose(args, environment).map(|(facts, _)| AnyFacts::Cpu(facts)),
-        (DeviceName::Cuda, Some(name)) => {
-            only_of_the_cpu(args)?;
-            preset(name).map(AnyFacts::Cuda)
+    match named(args, gpu, environment)? {
+        Named::Cpu(facts) => Ok(AnyFacts::Cpu(facts)),
+        Named::Gpu(facts) => Ok(AnyFacts::Cuda(facts)),
+        Named::PresentGpu => {
+            open_gpu(args, environment).map(|gpu| AnyFacts::Cuda(gpu.facts().clone()))
         }
-        (DeviceName::Cuda, None) => present_facts(args, environment),
     }
 }
 
+/// Checks what flags and environment say of a device, for commands that need none.
+///
+/// # Errors
+/// A name or a number that is none; flags that contradict each other.
+pub fn check_names(
+    args: &DeviceArgs,
+    gpu: Option<&str>,
+    environment: &Environment,
+) -> Result<(), Failure> {
+    named(args, gpu, environment).map(drop)
+}
+
+fn named(
+    args: &DeviceArgs,
+    gpu: Option<&str>,
+    environment: &Environment,
+) -> Result<Named, Failure> {
+    match (args.device, gpu) {
+        (Some(DeviceName::Cpu), Some(_)) => Err(Failure::input(
+            "--gpu: needed --device cuda, given --device cpu",
+            "leave one of them out; --gpu alone means --device cuda",
+        )),
+        (_, Some(name)) => {
+            only_of_the_cpu(args, "--gpu")?;
+            if args.ordinal.is_some() {
+                return Err(Failure::input(
+                    "--ordinal: needed a GPU of this machine, given --gpu, which names any",
+                    "leave one of them out",
+                ));
+            }
+            preset(name).map(Named::Gpu)
+        }
+        (Some(DeviceName::Cuda), None) => {
+            only_of_the_cpu(args, "--device cuda").map(|()| Named::PresentGpu)
+        }
+        (Some(DeviceName::Cpu) | None, None) => {
+            choose(args, environment).map(|(facts, _)| Named::Cpu(facts))
+        }
+    }
+}
+
+/// Of a GPU by name; capitals are as good.
 fn preset(name: &str) -> Result<GpuFacts, Failure> {
-    GpuFacts::preset(name).ok_or_else(|| {
+    GpuFacts::preset(&name.to_ascii_lowercase()).ok_or_else(|| {
         let known = GpuFacts::PRESETS.join(", ");
         Failure::input(format!("--gpu {name:?}: needed one of {known}"), "correct the name")
     })
@@ -115,24 +166,27 @@ fn preset(name: &str) -> Result<GpuFacts, Failure> {
 /// # Errors
 /// No driver, no such GPU, flags of the CPU.
 pub fn open_gpu(args: &DeviceArgs, environment: &Environment) -> Result<Cuda, Failure> {
-    only_of_the_cpu(args)?;
+    only_of_the_cpu(args, "--device cuda")?;
     let ordinal = args.ordinal.unwrap_or(0);
     Cuda::with(GpuOptions { ordinal, ..environment.gpu.clone() }).map_err(|error| match error {
-        Error::Unavailable { .. } => Failure::input(
-            format!("--device cuda: {error}"),
-            "use --device cpu; `mlakit plan --gpu` plans for a GPU that is not here",
+        Error::Unavailable { what, because, instead } => Failure::input(
+            format!("--device cuda: {what} is not available: {because}"),
+            format!(
+                "{instead} (--device cpu); `mlakit plan --op NAME --spec JSON --gpu h200` plans \
+                 for a GPU that is not here"
+            ),
         ),
         other => Failure::from(other),
     })
 }
 
 /// Refuses flags that say nothing of a GPU.
-fn only_of_the_cpu(args: &DeviceArgs) -> Result<(), Failure> {
+fn only_of_the_cpu(args: &DeviceArgs, given: &str) -> Result<(), Failure> {
     let isa = args.isa.as_ref().map(|_| "--isa");
     match isa.or(args.threads.map(|_| "--threads")) {
         None => Ok(()),
         Some(flag) => Err(Failure::input(
-            format!("{flag}: needed --device cpu, given --device cuda"),
+            format!("{flag}: needed --device cpu, given {given}"),
             "leave one of them out",
         )),
     }
@@ -143,25 +197,12 @@ fn only_of_the_cpu(args: &DeviceArgs) -> Result<(), Failure> {
 /// # Errors
 /// As [`facts`], and instructions or threads that this machine does not have.
 pub fn open(args: &DeviceArgs, environment: &Environment) -> Result<AnyDevice, Failure> {
-    match args.device {
+    match args.name() {
         DeviceName::Cpu => {
             let facts = cpu_facts(args, environment)?;
             Cpu::new(facts).map(AnyDevice::Cpu).map_err(Failure::from)
         }
         DeviceName::Cuda => open_gpu(args, environment).map(AnyDevice::Cuda),
-    }
-}
-
-/// The facts of the device that [`open`] would give, without making it.
-///
-/// # Errors
-/// As [`open`].
-pub fn present_facts(args: &DeviceArgs, environment: &Environment) -> Result<AnyFacts, Failure> {
-    match args.device {
-        DeviceName::Cpu => cpu_facts(args, environment).map(AnyFacts::Cpu),
-        DeviceName::Cuda => {
-            open_gpu(args, environment).map(|gpu| AnyFacts::Cuda(gpu.facts().clone()))
-        }
     }
 }
 
@@ -192,7 +233,19 @@ fn among(isa: Isa, there: &[Isa], choices: &Choices) -> Result<(), Failure> {
             "{from} {isa}: needed instructions of this processor, which has {}",
             names.join(", ")
         ),
-        format!("give one of these or leave it out; `mlakit doctor` shows what {isa} needs"),
+        format!("give one of these, or leave it out; `mlakit doctor` shows what {isa} needs"),
+    ))
+}
+
+/// Refuses flags that say nothing of a processor.
+///
+/// # Errors
+/// `--ordinal`.
+pub fn only_of_a_gpu(args: &DeviceArgs) -> Result<(), Failure> {
+    let Some(ordinal) = args.ordinal else { return Ok(()) };
+    Err(Failure::input(
+        format!("--ordinal {ordinal}: needed --device cuda, given --device cpu"),
+        "add --device cuda, or leave it out",
     ))
 }
 
@@ -201,10 +254,7 @@ fn among(isa: Isa, there: &[Isa], choices: &Choices) -> Result<(), Failure> {
 /// # Errors
 /// A name or a number that is none.
 pub fn choose(args: &DeviceArgs, environment: &Environment) -> Result<(Facts, Choices), Failure> {
-    if args.ordinal.is_some() {
-        let text = "--ordinal: needed --device cuda, given --device cpu";
-        return Err(Failure::input(text, "leave it out"));
-    }
+    only_of_a_gpu(args)?;
     let (isa, isa_from) = isa(args, environment)?;
     let (threads, threads_because) = threads(args, environment)?;
     let isa_because = match isa_from {
@@ -222,7 +272,10 @@ fn isa(
 ) -> Result<(Isa, Option<&'static str>), Failure> {
     let parse = |name: &str, from: &'static str| {
         name.parse::<Isa>().map(|isa| (isa, Some(from))).map_err(|error| {
-            Failure::input(format!("{from}: {error}"), "see what `mlakit doctor` finds")
+            Failure::input(
+                format!("{from}: {error}"),
+                "correct the name, or leave it out; `mlakit doctor` shows what is here",
+            )
         })
     };
     match (&args.isa, &environment.isa) {
@@ -257,7 +310,7 @@ mod tests {
     use super::*;
 
     fn args(isa: Option<&str>, threads: Option<usize>) -> DeviceArgs {
-        DeviceArgs { device: DeviceName::Cpu, isa: isa.map(Into::into), threads, ordinal: None }
+        DeviceArgs { device: None, isa: isa.map(Into::into), threads, ordinal: None }
     }
 
     #[test]
@@ -292,20 +345,33 @@ mod tests {
 
     #[test]
     fn flags_of_the_other_device_are_refused() {
-        let cuda = |isa, threads| DeviceArgs { device: DeviceName::Cuda, ..args(isa, threads) };
+        let on = |name, isa, threads| DeviceArgs { device: Some(name), ..args(isa, threads) };
+        let cuda = |isa, threads| on(DeviceName::Cuda, isa, threads);
         let environment = Environment::default();
         for (args, gpu, flag) in [
             (cuda(Some("avx2"), None), Some("h200"), "--isa: needed --device cpu"),
             (cuda(None, Some(2)), None, "--threads: needed --device cpu"),
             (cuda(None, None), Some("abacus"), "--gpu \"abacus\": needed one of a100, "),
-            (DeviceArgs { ordinal: Some(1), ..args(None, None) }, None, "--ordinal: needed"),
+            (DeviceArgs { ordinal: Some(1), ..args(None, None) }, None, "--ordinal 1: needed"),
+            (
+                DeviceArgs { ordinal: Some(1), ..cuda(None, None) },
+                Some("h200"),
+                "--ordinal: needed a GPU of this machine",
+            ),
+            (on(DeviceName::Cpu, None, None), Some("h200"), "--gpu: needed --device cuda"),
+            (args(Some("avx2"), None), Some("h200"), "--isa: needed --device cpu, given --gpu"),
+            (args(Some("avx9"), None), None, "--isa: unknown instruction set"),
         ] {
             let failure = facts(&args, gpu, &environment).unwrap_err();
             assert!(failure.message().starts_with(flag), "{}", failure.message());
             assert_eq!(failure.status(), 2);
         }
-        let facts = facts(&cuda(None, None), Some("h200"), &environment).unwrap();
-        assert!(matches!(facts, AnyFacts::Cuda(facts) if facts.capability == (9, 0)));
+        for name in ["h200", "H200"] {
+            for args in [cuda(None, None), args(None, None)] {
+                let facts = facts(&args, Some(name), &environment).unwrap();
+                assert!(matches!(facts, AnyFacts::Cuda(facts) if facts.capability == (9, 0)));
+            }
+        }
     }
 
     #[test]

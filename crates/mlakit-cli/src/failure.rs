@@ -112,6 +112,9 @@ impl From<mlakit::Error> for Failure {
             E::Size { .. } | E::PageGeometry { .. } => {
                 Self::input(text, "compare the shapes in the file with the spec's fields")
             }
+            E::Unavailable { what, because, instead } => {
+                Self::input(format!("{what} is not available: {because}"), instead)
+            }
             E::OutOfMemory { .. } => Self::input(text, "use smaller capacities or fewer pages"),
             E::Device { .. } => Self::input(text, "see what `mlakit doctor` finds"),
             E::ProbeMismatch { .. } => Self::internal(
@@ -127,7 +130,7 @@ impl From<mlakit_model::ConfigError> for Failure {
     fn from(error: mlakit_model::ConfigError) -> Self {
         use mlakit_model::ConfigError as E;
         let help = match error {
-            E::Io { .. } => "give the path of a config.json or of the folder that holds it",
+            E::Io { .. } => "give a folder that holds a config.json, or the file itself",
             E::NotJson { .. } => "give the config.json of a Hugging Face checkpoint",
             E::Missing { .. } | E::Invalid { .. } => "correct this key of config.json",
             E::Unsupported { .. } => "use a model of one of the supported architectures",

@@ -49,13 +49,15 @@ fn run(args: &Args) -> Result<ExitCode, Failure> {
             report::print(&model::run::command(args, &environment, format)?, format)?;
         }
         Command::Layer(args) => {
-            report::print(&model::layer::command(args, &environment)?, format)?;
+            report::print(&model::layer::command(args, &environment, format)?, format)?;
         }
-        Command::Eval(args) => report::print(&model::eval::command(args, &environment)?, format)?,
+        Command::Eval(args) => {
+            report::print(&model::eval::command(args, &environment, format)?, format)?;
+        }
         Command::Op(args) => report::print(&op::command(args, &environment)?, format)?,
         Command::Plan(args) => report::print(&plan::command(args, &environment)?, format)?,
         Command::Bench(args) => report::print(&bench::command(args, &environment)?, format)?,
-        Command::Doctor(args) => report::print(&doctor::command(args, &environment)?, format)?,
+        Command::Doctor(args) => report::print(&doctor::command(args, &environment), format)?,
         Command::Check(args) => {
             let checked = check::command(args, &environment)?;
             report::print(&checked, format)?;

@@ -64,7 +64,7 @@ pub fn processor() -> Option<String> {
 pub struct Feature {
     /// As compilers name it.
     pub name: &'static str,
-    /// Whether this processor has it, and the system lets it be used.
+    /// Whether this processor has it, and, but for tiles, the system lets it be used.
     pub present: bool,
 }
 
@@ -77,7 +77,7 @@ pub fn features() -> Vec<Feature> {
                 vec![$(Feature { name: $name, present: is_x86_feature_detected!($name) }),*]
             };
         }
-        feature!(
+        let mut features = feature!(
             "avx2",
             "fma",
             "avx512f",
@@ -86,12 +86,23 @@ pub fn features() -> Vec<Feature> {
             "avx512dq",
             "avx512bf16",
             "avx512vbmi"
-        )
+        );
+        features.extend(tiles());
+        features
     }
     #[cfg(not(target_arch = "x86_64"))]
     {
         Vec::new()
     }
+}
+
+/// The tiles of AMX, which the standard library does not detect: bits 24 and 22 of EDX in leaf 7.
+#[cfg(target_arch = "x86_64")]
+fn tiles() -> [Feature; 2] {
+    use std::arch::x86_64::{__cpuid, __cpuid_count};
+    let word = if __cpuid(0).eax >= 7 { __cpuid_count(7, 0).edx } else { 0 };
+    [("amx-tile", 24), ("amx-bf16", 22)]
+        .map(|(name, bit)| Feature { name, present: word >> bit & 1 == 1 })
 }
 
 #[cfg(test)]

@@ -40,7 +40,8 @@ impl Facts {
 
 impl fmt::Display for Facts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "cpu ({}, {} threads)", self.isa.name(), self.threads)
+        let threads = if self.threads == 1 { "thread" } else { "threads" };
+        write!(f, "cpu ({}, {} {threads})", self.isa.name(), self.threads)
     }
 }
 

@@ -1,16 +1,16 @@
 // The merge of dense decode's partial results, inside the launch that made them.
 //
-// Every block that holds a part of a request stores its partial, counts itself in the request's
+// Every block that shares a tile with others stores its partial, counts itself in the tile's
 // counter, and then waits for the others: a wide barrier of a microsecond in the place of a second
-// launch. Then each merges its own slice of the request's (row, eight columns) groups over all
-// splits. The waiting is why all blocks of the grid must be resident together: the host launches
+// launch. Then each merges its own slice of the tile's (row, eight columns) groups over all splits.
+// The waiting is why all blocks of the grid must be resident together: the host launches
 // cooperatively, with at most one block for each multiprocessor.
 //
 // First the warps turn each row's LSEs into weights (one warp a row, in shared memory), while the
 // first partials are already on their way; then every thread adds its share of the splits of one
 // group, and the shares are added in a fixed order. The shares depend on the shape of the work
-// alone, and with fixed splits on the number of splits alone, so a row's bits are the same in any
-// batch.
+// alone, and with fixed splits on their size alone; and a split of weight 0 adds nothing. So with
+// fixed splits a row's bits are the same whatever other rows see.
 //
 // A split whose LSE is -inf has weight 0 and adds nothing, whatever its payload: it may be loaded
 // (loads begin before the weights are known) but never reaches a sum. One whose LSE is NaN had a
@@ -34,7 +34,6 @@ constexpr int MAX_MERGE_WEIGHTS = 16384;  // in shared memory; also the most spl
 
 // One block's part in merging one request.
 struct Slice {
-  int tile;
   int begin;   // first group: row * GROUPS_PER_ROW + group of the row
   int end;
   int width;   // log2 of the groups merged at once; the other threads share the splits
@@ -81,14 +80,27 @@ DEVICE void store_group(char* address, const float (&v)[GROUP_COLUMNS]) {
 #endif
 }
 
-// Partials lie [tile][slot][row][VALUE_WIDTH], their LSEs [tile][row][slot].
-DEVICE char* partial_row(const DenseParams& p, int tile, int slot, int row) {
-  const u64 at = ((u64)tile * p.slots_per_tile + slot) * p.partial_rows + row;
+// Two neighbouring outputs, which may begin at any element.
+DEVICE void store_outputs(char* to, u32 pair) {
+  if ((u64)to & 2) {
+    ((unsigned short*)to)[0] = pair;
+    ((unsigned short*)to)[1] = pair >> 16;
+  } else {
+    *(u32*)to = pair;
+  }
+}
+
+// Partials lie [slot][row][VALUE_WIDTH], their LSEs [row][slot]; `flat_row`: of the row's tile. Rows
+// are those of the tile, or all pairs of the launch.
+DEVICE char* partial_row(const DenseParams& p, int flat_row, int slot, int row) {
+  const bool all = p.partial_rows == 0;
+  const u64 at = (u64)slot * (u32)(all ? p.rows * p.heads : p.partial_rows) +
+                 (u32)(all ? flat_row + row : row);
   return p.partials + at * (VALUE_WIDTH * PARTIAL_BYTES);
 }
 
-DEVICE float* partial_lse(const DenseParams& p, int tile, int slot, int row) {
-  return p.partial_lse + ((u64)tile * p.partial_rows + row) * p.slots_per_tile + slot;
+DEVICE float* partial_lse(const DenseParams& p, int flat_row, int slot, int row) {
+  return p.partial_lse + (u64)(u32)(p.partial_rows == 0 ? flat_row + row : row) * p.slots + slot;
 }
 
 // What makes a split's weight into its share of the row: one over the sum of all.
@@ -113,8 +125,8 @@ DEVICE void load_lses(const DenseParams& p, const Request& r, const Sharing& h, 
 #pragma unroll
   for (int i = 0; i < IN_FLIGHT; ++i) {
     const int split = imin(row_first_step.y + row_first_step.z * i, h.splits - 1);
-    const int slot = slot_of_split(p, r, h, split);
-    lses.of[i] = load_fresh(partial_lse(p, slice.tile, slot, row_first_step.x));
+    const int slot = slot_of_split(p, h, split);
+    lses.of[i] = load_fresh(partial_lse(p, r.flat_row, slot, row_first_step.x));
   }
 }
 
@@ -159,7 +171,8 @@ DEVICE void weigh_row(const DenseParams& p, const Request& r, const Sharing& h, 
     store_row_lse(p, r, slice, row, spoilt ? NOT_A_NUMBER : base + log2_fast(sum));
 }
 
-// The same for at most IN_FLIGHT splits, by one thread.
+// The same for at most IN_FLIGHT splits, by one thread, which adds them as a warp does.
+static_assert(IN_FLIGHT == 5, "the sum of a row's weights is written out");
 DEVICE void weigh_row_alone(const DenseParams& p, const Request& r, const Sharing& h,
                             const Slice& slice, int row, const Lses& lses) {
   float lse[IN_FLIGHT], top = NEGATIVE_INFINITY, sum = 0.f;
@@ -174,7 +187,8 @@ DEVICE void weigh_row_alone(const DenseParams& p, const Request& r, const Sharin
   }
   const float base = top == NEGATIVE_INFINITY ? 0.f : top;
 #pragma unroll
-  for (int i = 0; i < IN_FLIGHT; ++i) sum += lse[i] = exp2_fast(lse[i] - base);
+  for (int i = 0; i < IN_FLIGHT; ++i) lse[i] = exp2_fast(lse[i] - base);
+  sum = lse[0] + lse[4] + lse[2] + (lse[1] + lse[3]);
   const float share = share_of_weight(sum, spoilt);
 #pragma unroll
   for (int i = 0; i < IN_FLIGHT; ++i)
@@ -214,7 +228,7 @@ DEVICE void store_pair(const DenseParams& p, const Request& r, int2 group_pair, 
   *(unsigned short*)(out + column * 2 + 16) = word >> 16;
 #else
   const int column = within / 4 * 32 + pair * 8 + within % 4 * 2;
-  *(u32*)(out + column * 2) = word;
+  store_outputs(out + column * 2, word);
 #endif
 }
 
@@ -262,8 +276,8 @@ DEVICE void merge_pass(const DenseParams& p, const Request& r, const Sharing& h,
     Group g[IN_FLIGHT];
 #pragma unroll
     for (int i = 0; i < IN_FLIGHT; ++i) {
-      const int slot = slot_of_split(p, r, h, imin(split + i * lanes, h.splits - 1));
-      g[i] = load_group(partial_row(p, slice.tile, slot, row) + column);
+      const int slot = slot_of_split(p, h, imin(split + i * lanes, h.splits - 1));
+      g[i] = load_group(partial_row(p, r.flat_row, slot, row) + column);
     }
     if (weigh) weigh_rows(p, r, h, slice, lses);
     weigh = false;
@@ -283,20 +297,23 @@ DEVICE void merge_pass(const DenseParams& p, const Request& r, const Sharing& h,
   }
 }
 
-// This block's slice of one request, where `part` of the request's blocks it is. `shared`: what the
-// ring of key blocks held.
-DEVICE Slice slice_of(const DenseParams& p, const Request& r, const Sharing& h, int2 tile_part,
+// The threads that share the splits of a group are a power of two that follows from the size of the
+// splits alone where that is fixed: many splits have many threads.
+DEVICE int width_of_fixed(int fixed_blocks) {
+  return fixed_blocks < 8 ? 3 : fixed_blocks < 32 ? 4 : 5;
+}
+
+// This block's slice of one tile, where `part` of the tile's blocks it is. `shared`: what the ring
+// of key blocks held.
+DEVICE Slice slice_of(const DenseParams& p, const Request& r, const Sharing& h, int part,
                       char* shared) {
   const u32 all = r.rows * GROUPS_PER_ROW;
   const u32 each = (all + h.blocks - 1) / (u32)h.blocks;
   Slice s;
-  s.tile = tile_part.x;
-  s.end = umin(each * (tile_part.y + 1), all);
-  s.begin = each * tile_part.y;
-  s.width = 3;
-  if (p.fixed_blocks)
-    while (s.width < 8 && (MERGE_THREADS >> s.width) * 4 > h.splits) ++s.width;
-  else
+  s.end = umin(each * (part + 1), all);
+  s.begin = umin(each * part, all);
+  s.width = p.fixed_blocks ? width_of_fixed(p.fixed_blocks) : 3;
+  if (!p.fixed_blocks)
     while (s.width < 8 && (1u << s.width) < each) ++s.width;
   s.shares = (float*)shared;
   s.weights = (float*)(shared + MERGE_SHARES_BYTES);
@@ -317,16 +334,29 @@ DEVICE void merge_slice(const DenseParams& p, const Request& r, const Sharing& h
   }
 }
 
-// Waits until all blocks of a request have announced their partials in its counter.
-DEVICE void await_partials(const u32* counter, u32 blocks) {
-  while (load_acquire(counter) < blocks) {
+// The counter of a tile that n blocks share: 10 bits of a word of the fault block, three in each word,
+// for as many blocks as a grid has. It counts the blocks whose partials are stored up to n, then
+// those that need it no more up to 2 n, and then becomes zero again for the next launch.
+constexpr int COUNTER_BITS = 10;
+
+DEVICE u32* counter_word(const DenseParams& p, int counter) {
+  return p.faults + COUNTER_WORD + (u32)counter / 3;
+}
+
+DEVICE u32 counter_one(int counter) { return 1u << (u32)counter % 3 * COUNTER_BITS; }
+
+// Waits until all blocks that share a tile have announced their partials.
+DEVICE void await_partials(const DenseParams& p, const Sharing& h) {
+  const u32* word = counter_word(p, h.counter);
+  const int shift = (u32)h.counter % 3 * COUNTER_BITS;
+  while ((load_acquire(word) >> shift) % (1u << COUNTER_BITS) < h.blocks) {
   }
 }
 
-// Once for each block that has waited: the last one resets the counter for the next launch.
-DEVICE void leave_counter(u32* counter, u32 blocks) {
-  if (add_relaxed(counter + 1, 1) == blocks - 1) {
-    counter[0] = 0;
-    counter[1] = 0;
-  }
+// Once for each block that has waited.
+DEVICE void leave_counter(const DenseParams& p, const Sharing& h) {
+  u32* word = counter_word(p, h.counter);
+  const u32 one = counter_one(h.counter), all = 2 * h.blocks;
+  const u32 before = add_relaxed(word, one) >> (u32)h.counter % 3 * COUNTER_BITS;
+  if (before % (1u << COUNTER_BITS) == all - 1) add_relaxed(word, 0u - all * one);
 }

@@ -50,6 +50,9 @@ constexpr int VALUE_REGISTERS = NARROW ? 160 : 224;
 constexpr int PRODUCER_REGISTERS = NARROW ? 72 : 56;
 constexpr int FULL_ARRIVALS = USE_TENSOR_MAP ? 1 : PRODUCER_THREADS;
 constexpr int FIRST_ARRIVALS = USE_TENSOR_MAP ? 1 : 2 * PRODUCER_THREADS;  // and validity's
+#ifdef HOST_SHARED_BYTES
+static_assert(SHARED_BYTES == HOST_SHARED_BYTES, "the host asks for this much");
+#endif
 static_assert(STAGES >= 2, "the ring needs two key blocks");
 static_assert(BOXES >= VALUE_BOXES, "the value is a part of the key");
 static_assert(MERGE_SHARES_BYTES + MAX_MERGE_WEIGHTS * 4 <= STAGES * STAGE_BYTES, "merge space");
@@ -84,7 +87,6 @@ struct Block {
   State* state;
   u32 queries;  // shared address
   u32 ring;     // shared address
-  int tile;
   int half;  // of the columns, in the value groups
 };
 
@@ -107,12 +109,6 @@ DEVICE void advance(Ring& ring) {
 }
 
 DEVICE u32 stage_address(const Block& b, int stage) { return b.ring + stage * STAGE_BYTES; }
-
-DEVICE int block_index(const Block& b) { return blockIdx.x / b.params->tiles; }
-
-DEVICE int counter_index(const Block& b, const Request& r) {
-  return (b.tile * b.params->batch + r.index) * 2;
-}
 
 // Parts are filled from both halves in turn.
 DEVICE constexpr int part_of_step(int step) { return step % 2 * HALF_PARTS + step / 2; }
@@ -152,7 +148,7 @@ struct Lookup {
   int offset;  // first key within the page
 };
 
-// The run of keys from `token` on, if that is before `end`.
+// The run of keys from `token` on, if that is before `end`. A row of padding has no pages.
 DEVICE Lookup begin_lookup(const Block& b, const Request& r, int end, int token) {
   const u32 page_size = b.params->page_size;
   Lookup l = {-1, 0};
@@ -170,39 +166,42 @@ struct PageRun {
   int offset;
 };
 
-// Counts an id out of bounds once, where its page begins.
-DEVICE PageRun finish_lookup(const Block& b, const Lookup& l) {
+// Counts an id out of bounds once, where its page begins in a request's first tile.
+DEVICE PageRun finish_lookup(const Block& b, const Request& r, const Lookup& l) {
   const u32 pages = b.state->schedule.pages;
   if ((u32)l.id < pages) return {l.id, l.offset};
-  if (l.id != -1 && l.offset == 0 && b.tile == 0 && (USE_TENSOR_MAP || threadIdx.x % 8 == 0))
-    atomicAdd(b.params->faults, 1u);
+  const bool counts = r.tile == 0 && (USE_TENSOR_MAP || threadIdx.x % 8 == 0);
+  count_faults(*b.params, FAULT_ID, l.id != -1 && l.offset == 0 && counts);
   return {(int)pages, l.offset};
 }
 
-DEVICE void hand_over_job(const Block& b, const Job& job, Ring& jobs) {
-  if (threadIdx.x == PRODUCER_THREAD) {
-    b.state->jobs[jobs.stage] = job;
+DEVICE void write_job(const Block& b, const Job& job, const Ring& jobs) {
+  if (threadIdx.x == PRODUCER_THREAD) b.state->jobs[jobs.stage] = job;
+}
+
+DEVICE void hand_over_job(const Block& b, Ring& jobs) {
+  if (threadIdx.x == PRODUCER_THREAD)
     mbarrier_arrive(shared_address(&b.state->job_ready[jobs.stage]));
-  }
   advance<JOBS>(jobs);
 }
 
-// Where a segment is among those of its request in this block.
+// Where a segment is among those of its tile in this block.
 struct SegmentPlace {
   bool first;
   bool last;
 };
 
-DEVICE Job job_of_segment(const Block& b, const Schedule& s, const Request& r, const Segment& g,
+DEVICE Job job_of_segment(const Block& b, const Request& r, const Segment& g,
                           const SegmentPlace& place) {
   const DenseParams& p = *b.params;
+  const Schedule& s = b.state->schedule;
   const Sharing h = sharing_of(p, s, r);
   Job job = make_job(r, g);
-  const int split = p.fixed_blocks ? g.split : block_index(b) - h.first_block;
-  if (h.splits > 1) job.slot = slot_of_split(p, r, h, split);
-  if (h.splits > 1 && place.last) job.counter = counter_index(b, r);
-  // Those of the block's first request are loaded when its schedule is known.
-  job.new_queries = place.first && r.index != s.first.index;
+  const int split = p.fixed_blocks ? g.split : s.block - h.first_block;
+  if (h.splits > 1) job.slot = slot_of_split(p, h, split);
+  if (h.blocks > 1 && place.last) job.counter = h.counter;
+  // Those of the block's first tile are loaded when its schedule is known.
+  job.new_queries = place.first && r.first_unit != s.first.first_unit;
   return job;
 }
 
@@ -210,6 +209,21 @@ DEVICE Job job_of_segment(const Block& b, const Schedule& s, const Request& r, c
 DEVICE void await_part(const Block& b, const Ring& ring, int step) {
   const u32 empty = shared_address(&b.state->empty[ring.stage][part_of_step(step)]);
   mbarrier_wait(empty, ring.parity ^ 1);
+}
+
+// 16 bytes of a key that lies anywhere; zeros where there is none.
+DEVICE uint4 gather_16(const char* from, bool valid) {
+  u32 words[4] = {0, 0, 0, 0};
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    if (valid) words[i / 2] |= (u32)((const unsigned short*)from)[i] << (i % 2 * 16);
+  return make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+DEVICE const char* address_of_key(const Block& b, const PageRun& run, int key) {
+  const PoolView* pool = b.params->pool;
+  return pool->base + (u64)run.page * pool->page_stride_bytes +
+         (u64)(run.offset + key) * (u32)b.params->token_stride_bytes;
 }
 
 #if USE_TENSOR_MAP
@@ -224,6 +238,35 @@ struct BlockRuns {
 DEVICE PageRun run_of_block(const BlockRuns& runs, int i) {
   return {__shfl_sync(~0u, runs.lane->page, runs.at + i),
           __shfl_sync(~0u, runs.lane->offset, runs.at + i)};
+}
+
+// One box of a pool without a tensor map, whose address or strides are not multiples of 16 bytes:
+// slow, and right.
+DEVICE void gather_box(const Block& b, u32 destination, int box, const BlockRuns& runs) {
+  const int tokens = b.params->box_tokens;
+#pragma unroll 1
+  for (int i = 0; i < BLOCK_TOKENS; i += 4) {
+    const int key = i + threadIdx.x % 32 / 8, chunk = threadIdx.x % 8;
+    const PageRun run = run_of_block(runs, key / tokens);
+    const bool valid = run.page < (int)b.state->schedule.pages;
+    const char* from = address_of_key(b, run, key % tokens) + box * 128 + chunk * 16;
+    store_shared_16(destination + swizzled(key, chunk), gather_16(from, valid));
+  }
+}
+
+DEVICE void gather_block(const Block& b, const Ring& ring, const BlockRuns& runs) {
+#pragma unroll 1
+  for (int fill = 0; fill < FILLS; ++fill) {
+    if (fill < 2 * HALF_PARTS) await_part(b, ring, fill);
+#pragma unroll 1
+    for (int n = 0; n < boxes_of_fill(fill); ++n) {
+      const int box = box_of_fill(fill, n);
+      gather_box(b, stage_address(b, ring.stage) + box * BOX_BYTES, box, runs);
+    }
+    fence_async_proxy();
+    __syncwarp();
+    mbarrier_arrive_expect(shared_address(&b.state->full[ring.stage][fill]), 0);
+  }
 }
 
 // The boxes of one fill of a ring slot, once they were given back. WHOLE: a box is one run.
@@ -256,7 +299,9 @@ DEVICE void issue_block(const Block& b, const Ring& ring, const BlockRuns& runs,
   if (threadIdx.x % 32 < 4)
     state.valid[ring.stage][word] = run.page < (int)state.schedule.pages ? 0x0f0f0f0f : 0;
   __syncwarp();
-  if (b.params->box_tokens == BLOCK_TOKENS) {
+  if (!state.schedule.mapped) {
+    gather_block(b, ring, runs);
+  } else if (b.params->box_tokens == BLOCK_TOKENS) {
 #pragma unroll
     for (int fill = 0; fill < FILLS; ++fill) issue_fill<true>(b, ring, fill, runs, policy);
   } else {
@@ -265,20 +310,21 @@ DEVICE void issue_block(const Block& b, const Ring& ring, const BlockRuns& runs,
   }
 }
 
-// Page ids are looked up for 32 boxes at a time, one batch ahead. The first copies are on their way
-// before the other roles hear of the segment.
-DEVICE void produce_segment(const Block& b, const Schedule& s, const Request& r, const Segment& g,
+// Page ids are looked up for 32 boxes at a time, one batch ahead. The job is written while the first
+// of them come; the first copies are on their way before the other roles hear of it.
+DEVICE void produce_segment(const Block& b, const Request& r, const Segment& g,
                             const SegmentPlace& place, Rings& rings) {
   const DenseParams& p = *b.params;
   const int lane = threadIdx.x % 32;
   const int box_tokens = p.box_tokens;
   const int subs = BLOCK_TOKENS / box_tokens, batch_blocks = 32 / subs;
-  const u64 policy = p.keep_in_cache ? policy_evict_normal() : policy_evict_first();
+  const u64 policy = r.tiles > 1 ? policy_evict_normal() : policy_evict_first();
   const int token = g.first_block * BLOCK_TOKENS + lane * box_tokens;
   const int end = imin((g.first_block + g.blocks) * BLOCK_TOKENS, r.kv_len);
   Lookup ahead = begin_lookup(b, r, end, token);
+  write_job(b, job_of_segment(b, r, g, place), rings.jobs);
   for (int base = 0; base < g.blocks; base += batch_blocks) {
-    const PageRun run = finish_lookup(b, ahead);
+    const PageRun run = finish_lookup(b, r, ahead);
     const int next = base + batch_blocks;
     ahead = begin_lookup(b, r, end, token + next * BLOCK_TOKENS);
     for (int i = 0; i < batch_blocks && base + i < g.blocks; ++i) {
@@ -286,7 +332,7 @@ DEVICE void produce_segment(const Block& b, const Schedule& s, const Request& r,
       runs.first = run_of_block(runs, 0);
       issue_block(b, rings.keys, runs, policy);
       advance<STAGES>(rings.keys);
-      if (base + i == 0) hand_over_job(b, job_of_segment(b, s, r, g, place), rings.jobs);
+      if (base + i == 0) hand_over_job(b, rings.jobs);
     }
   }
 }
@@ -300,6 +346,7 @@ constexpr int THREAD_KEYS = BLOCK_TOKENS / STEP_KEYS;
 // thread % 8.
 struct Sources {
   const char* key[THREAD_KEYS];  // null where there is nothing to read
+  bool aligned;                  // to 16 bytes, all of them
 };
 
 DEVICE Sources find_sources(const Block& b, const Request& r, int token) {
@@ -309,12 +356,13 @@ DEVICE Sources find_sources(const Block& b, const Request& r, int token) {
   for (int i = 0; i < THREAD_KEYS; ++i)
     lookup[i] = begin_lookup(b, r, r.kv_len, token + STEP_KEYS * i);
   Sources source;
+  const u64 strides = pool->page_stride_bytes | (u32)b.params->token_stride_bytes;
+  source.aligned = (((u64)pool->base | strides) & 15) == 0;
 #pragma unroll
   for (int i = 0; i < THREAD_KEYS; ++i) {
-    const PageRun run = finish_lookup(b, lookup[i]);
+    const PageRun run = finish_lookup(b, r, lookup[i]);
     source.key[i] = run.page < (int)b.state->schedule.pages
-                        ? pool->base + (u64)run.page * pool->page_stride_bytes +
-                              (u64)run.offset * pool->token_stride_bytes + threadIdx.x % 8 * 16
+                        ? address_of_key(b, run, 0) + threadIdx.x % 8 * 16
                         : nullptr;
   }
   return source;
@@ -328,8 +376,11 @@ DEVICE void copy_keys(const Block& b, const Ring& ring, const Sources& source, i
   for (int i = 0; i < THREAD_KEYS; ++i) {
     const char* from = source.key[i];
     const bool valid = from != nullptr && inside;
-    copy_16(destination + swizzled(thread / 8 + STEP_KEYS * i, chunk),
-            valid ? from + box * 128 : b.params->q, valid);
+    const u32 to = destination + swizzled(thread / 8 + STEP_KEYS * i, chunk);
+    if (source.aligned)
+      copy_16(to, valid ? from + box * 128 : b.params->q, valid);
+    else
+      store_shared_16(to, gather_16(from + box * 128, valid));
   }
 }
 
@@ -351,14 +402,19 @@ DEVICE void issue_block(const Block& b, const Ring& ring, const Sources& source)
     if (fill < 2 * HALF_PARTS) await_part(b, ring, fill);
     for (int n = 0; n < boxes_of_fill(fill); ++n)
       copy_keys(b, ring, source, box_of_fill(fill, n));
-    copy_16_arrive(shared_address(&state.full[ring.stage][fill]));
+    const u32 full = shared_address(&state.full[ring.stage][fill]);
+    if (source.aligned)
+      copy_16_arrive(full);
+    else
+      mbarrier_arrive(full);
   }
 }
 
 // Page ids are looked up one block ahead.
-DEVICE void produce_segment(const Block& b, const Schedule& s, const Request& r, const Segment& g,
+DEVICE void produce_segment(const Block& b, const Request& r, const Segment& g,
                             const SegmentPlace& place, Rings& rings) {
-  hand_over_job(b, job_of_segment(b, s, r, g, place), rings.jobs);
+  write_job(b, job_of_segment(b, r, g, place), rings.jobs);
+  hand_over_job(b, rings.jobs);
   const int token = g.first_block * BLOCK_TOKENS + threadIdx.x % PRODUCER_THREADS / 8;
   Sources ahead = find_sources(b, r, token);
   for (int i = 0; i < g.blocks; ++i) {
@@ -371,13 +427,34 @@ DEVICE void produce_segment(const Block& b, const Schedule& s, const Request& r,
 
 #endif
 
-DEVICE void produce_request(const Block& b, const Schedule& s, const Request& r, Rings& rings) {
-  SegmentWalk walk = walk_segments(s, r);
+// The keys up to the last that some row of a request sees: no page behind them is looked up. Where
+// rows have lengths, one block counts those out of bounds.
+DEVICE int keys_seen_by_any(const Block& b, const Request& r) {
+  const DenseParams& p = *b.params;
+  if (p.row_kv_lens == nullptr) return r.kv_len;
+  int most = 0, bad = 0;
+#pragma unroll 1
+  for (int first = 0; first < r.q_rows; first += 32) {
+    const int row = first + threadIdx.x % 32;
+    const int given = row < r.q_rows ? p.row_kv_lens[r.first_q_row + row] : 0;
+    const int seen = clamp(given, 0, r.kv_len);
+    most = imax(most, seen);
+    bad += given != seen;
+  }
+  const bool counts = r.tile == 0 && b.state->schedule.begin <= r.first_unit && r.index < p.batch;
+  if (counts && threadIdx.x / 32 == PRODUCER_THREAD / 32) count_faults(p, FAULT_LENGTH, bad);
+  return __reduce_max_sync(~0u, most);
+}
+
+DEVICE void produce_request(const Block& b, const Request& r, Rings& rings) {
+  SegmentWalk walk = walk_segments(b.state->schedule, r);
+  Request seen = r;
+  seen.kv_len = keys_seen_by_any(b, r);
   Segment g;
   SegmentPlace place = {true, false};
   while (next_segment(*b.params, r, walk, g)) {
     place.last = walk.unit >= walk.end;
-    produce_segment(b, s, r, g, place, rings);
+    produce_segment(b, seen, g, place, rings);
     place.first = false;
   }
 }
@@ -386,19 +463,19 @@ DEVICE void produce_request(const Block& b, const Schedule& s, const Request& r,
 DEVICE void divide_work(const Block& b) {
   const DenseParams& p = *b.params;
   if (USE_TENSOR_MAP) prefetch_tensor_map(p.pool->tensor_map);
-  make_schedule(p, b.tile, block_index(b), gridDim.x / p.tiles, b.state->schedule);
+  make_schedule(p, b.state->schedule);
   if (USE_TENSOR_MAP) tensor_map_acquire(p.pool->tensor_map);
 }
 
 // Walks this block's range of work: the one role that reads lengths and pages.
 DEVICE void produce(const Block& b) {
   const DenseParams& p = *b.params;
-  const Schedule s = b.state->schedule;
+  const Schedule& s = b.state->schedule;
   Rings rings = {{0, 0}, {0, 0}};
-  for (Request r = s.first; r.units > 0; next_request(p, s, b.tile, r))
-    produce_request(b, s, r, rings);
+  for (Request r = s.first; r.units > 0; next_request(p, s, r)) produce_request(b, r, rings);
   Job none = {};
-  hand_over_job(b, none, rings.jobs);
+  write_job(b, none, rings.jobs);
+  hand_over_job(b, rings.jobs);
   if (!USE_TENSOR_MAP) copy_16_wait_all();
 }
 
@@ -418,12 +495,17 @@ DEVICE void begin_queries(const Block& b, const Job& j) {
   constexpr int CHUNKS = BOXES * 8;
   named_barrier(2, SCORE_THREADS);  // no warp may still read the last ones
   const char* q = b.params->q + (u64)j.flat_row * (QK_WIDTH * 2);
+  const bool aligned = ((u64)q & 15) == 0;  // they may begin at any element
 #pragma unroll 3
   for (int i = threadIdx.x; i < j.rows * CHUNKS; i += SCORE_THREADS) {
     const int row = i / CHUNKS, chunk = i % CHUNKS;
     const bool inside = chunk * 8 < QK_WIDTH;
-    copy_16(b.queries + chunk / 8 * QUERY_BOX_BYTES + swizzled(row, chunk % 8),
-            inside ? q + (u64)row * (QK_WIDTH * 2) + chunk * 16 : q, inside);
+    const u32 to = b.queries + chunk / 8 * QUERY_BOX_BYTES + swizzled(row, chunk % 8);
+    const char* from = inside ? q + (u64)row * (QK_WIDTH * 2) + chunk * 16 : q;
+    if (aligned)
+      copy_16(to, from, inside);
+    else
+      store_shared_16(to, gather_16(from, inside));
   }
 }
 
@@ -485,9 +567,10 @@ DEVICE void give_back_part(const Block& b, const Ring& ring, int part) {
   if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);
 }
 
-// Counts this block in the request's counter, after its last partial of the request.
+// Counts this block in the counter of a tile that it shares, after its last partial of the tile.
 DEVICE void announce_partials(const Block& b, const Job& job) {
   if (job.counter < 0) return;
   named_barrier(1, VALUE_THREADS);
-  if (threadIdx.x == VALUE_THREAD) add_release(b.params->counters + job.counter, 1);
+  if (threadIdx.x == VALUE_THREAD)
+    add_release(counter_word(*b.params, job.counter), counter_one(job.counter));
 }

@@ -2,20 +2,20 @@
 
 // ---- roles --------------------------------------------------------------------------------------
 
-// After all of this block's partials are out: its slices of the requests that it shares.
-DEVICE void merge_requests(const Block& b, char* shared) {
+// After all of this block's partials are stored: its slices of the tiles that it shares, and the
+// whole of those of which it has several splits.
+DEVICE void merge_tiles(const Block& b, char* shared) {
   const DenseParams& p = *b.params;
   const Schedule s = b.state->schedule;
-  for (Request r = s.first; r.units > 0; next_request(p, s, b.tile, r)) {
+  for (Request r = s.first; r.units > 0; next_request(p, s, r)) {
     const Sharing h = sharing_of(p, s, r);
     if (h.splits == 1) continue;
-    u32* counter = p.counters + counter_index(b, r);
-    const Slice slice =
-        slice_of(p, r, h, make_int2(b.tile, block_index(b) - h.first_block), shared);
-    if (threadIdx.x == VALUE_THREAD) await_partials(counter, h.blocks);
+    const Slice slice = slice_of(p, r, h, s.block - h.first_block, shared);
+    const bool waits = threadIdx.x == VALUE_THREAD && h.blocks > 1;
+    if (waits) await_partials(p, h);
     named_barrier(1, VALUE_THREADS);
     merge_slice(p, r, h, slice);
-    if (threadIdx.x == VALUE_THREAD) leave_counter(counter, h.blocks);
+    if (waits) leave_counter(p, h);
   }
 }
 
@@ -32,7 +32,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   b.ring = b.queries + QUERY_BYTES;
   char* aligned = shared_bytes + (b.queries - shared_address(shared_bytes));
   b.state = (State*)(aligned + QUERY_BYTES + STAGES * STAGE_BYTES);
-  b.tile = blockIdx.x % params.tiles;
   const int warp = uniform(threadIdx.x / 32);
   b.half = warp / 4 - VALUE_THREAD / 128;
   allow_next_launch();
@@ -51,6 +50,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   } else {
     set_registers<VALUE_REGISTERS>();
     attend(b);
-    merge_requests(b, aligned + QUERY_BYTES);
+    merge_tiles(b, aligned + QUERY_BYTES);
   }
 }

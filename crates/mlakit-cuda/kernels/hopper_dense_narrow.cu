@@ -36,9 +36,9 @@ struct Rows {
 DEVICE int tile_row(int pair) { return pair / 2 * 8 + threadIdx.x % 4 * 2 + pair % 2; }
 
 DEVICE void start_rows(const Block& b, const Job& j, Rows& rows) {
-  rows.seen_by_all = keys_seen_by_all(*b.params, j, b.tile);
+  rows.seen_by_all = keys_seen_by_all(*b.params, j);
 #pragma unroll
-  for (int c = 0; c < 4; ++c) rows.visible[c] = visible_keys(*b.params, j, b.tile, tile_row(c));
+  for (int c = 0; c < 4; ++c) rows.visible[c] = visible_keys(*b.params, j, tile_row(c));
 }
 
 DEVICE void reset_rows(Rows& rows) {
@@ -268,7 +268,7 @@ DEVICE void store_row(const Block& b, const Job& j, int pair, float inverse, con
                           : out.box[i / 2][pair / 2 * 4 + i % 2 * 2 + pair % 2] * inverse;
   if (j.slot >= 0) {
     const int group = b.half * 32 + warp * 8 + lane / 4;
-    store_group(partial_row(p, b.tile, j.slot, row) + group * (GROUP_COLUMNS * PARTIAL_BYTES), v);
+    store_group(partial_row(p, j.flat_row, j.slot, row) + group * (GROUP_COLUMNS * PARTIAL_BYTES), v);
     return;
   }
   const int column = b.half * 256 + warp * 16 + lane / 4;
@@ -291,7 +291,7 @@ DEVICE void store_segment(const Block& b, const Job& j, const Ring& jobs, const 
     if (j.slot < 0)
       p.lse[(u64)j.flat_row + row] = lse * p.lse_scale;
     else
-      *partial_lse(p, b.tile, j.slot, row) = lse;
+      *partial_lse(p, j.flat_row, j.slot, row) = lse;
   }
 }
 

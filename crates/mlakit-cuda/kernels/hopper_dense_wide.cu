@@ -45,10 +45,10 @@ DEVICE int tile_row(int h) { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32
 
 DEVICE void start_rows(const Block& b, const Job& j, Rows& rows) {
   rows.live = uniform(threadIdx.x / 32 % 4 * 16 < j.rows);
-  rows.seen_by_all = keys_seen_by_all(*b.params, j, b.tile);
+  rows.seen_by_all = keys_seen_by_all(*b.params, j);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    rows.visible[h] = visible_keys(*b.params, j, b.tile, tile_row(h));
+    rows.visible[h] = visible_keys(*b.params, j, tile_row(h));
   }
 }
 
@@ -298,15 +298,15 @@ DEVICE void store_row(const Block& b, const Job& j, int h,
   const int row = tile_row(h), quad = threadIdx.x % 4, column = b.half * (VALUE_WIDTH / 2);
   const bool empty = inverse == 0.f;
   if (j.slot < 0) {
-    u32* to = (u32*)(p.out + (((u64)j.flat_row + row) * VALUE_WIDTH + column) * 2) + quad;
+    char* to = p.out + (((u64)j.flat_row + row) * VALUE_WIDTH + column + quad * 2) * 2;
 #pragma unroll
     for (int i = 0; i < VALUE_WIDTH / 16; ++i) {
       const float* pair = out.panel[i / (PANEL_COLUMNS / 8)] + i % (PANEL_COLUMNS / 8) * 4 + 2 * h;
-      to[4 * i] = empty ? 0 : pack_bf16(pair[0] * inverse, pair[1] * inverse);
+      store_outputs(to + 16 * i, empty ? 0 : pack_bf16(pair[0] * inverse, pair[1] * inverse));
     }
     return;
   }
-  char* to = partial_row(p, b.tile, j.slot, row) + (column + quad * 8) * PARTIAL_BYTES;
+  char* to = partial_row(p, j.flat_row, j.slot, row) + (column + quad * 8) * PARTIAL_BYTES;
 #pragma unroll
   for (int c = 0; c < VALUE_WIDTH / 64; ++c) {
     const float* chunk = out.panel[c / (PANEL_COLUMNS / 32)] + c % (PANEL_COLUMNS / 32) * 16;
@@ -330,7 +330,7 @@ DEVICE void store_segment(const Block& b, const Job& j, int set, const Outputs& 
     if (j.slot < 0)
       p.lse[(u64)j.flat_row + row] = result.lse * p.lse_scale;
     else
-      *partial_lse(p, b.tile, j.slot, row) = result.lse;
+      *partial_lse(p, j.flat_row, j.slot, row) = result.lse;
   }
 }
 
@@ -348,7 +348,7 @@ constexpr int STAGGERED_BLOCKS = 16;
 DEVICE void attend_segment(const Block& b, const Job& job, Rows& rows, Ring& ring,
                            u32 (&scored)[2], Outputs& out) {
   float s[SCORES];
-  const bool staggered = b.params->keep_in_cache && job.blocks >= STAGGERED_BLOCKS;
+  const bool staggered = job.shared && job.blocks >= STAGGERED_BLOCKS;
 #pragma unroll 1
   for (int j = 0; j < job.blocks; j += 2) {
     const Ring first = ring;

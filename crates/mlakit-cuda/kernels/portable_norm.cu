@@ -3,12 +3,15 @@
 // Every width. No shared memory but one word a warp; at most 64 registers.
 // A thread sums its groups of 8 elements in order, then warps and their sums are added in one
 // order: the bits of a row depend on nothing but the row.
+// Where the squares overflow F32 they are summed again of the row times 2^-80, which is exact and
+// far enough from both ends for any finite row, however wide.
 
 #ifndef X_F32
 #define X_F32 0
 #endif
 
 constexpr int THREADS = 256;
+constexpr float SCALE_DOWN = 0x1p-80f;
 
 struct NormParams {
   const u8* x;          // BF16 or F32 [rows, width], rows in_stride apart
@@ -23,16 +26,32 @@ struct NormParams {
 
 static_assert(sizeof(NormParams) == 64, "the host mirrors this");
 
-// The same sum in all threads.
+// The same sum in all threads. The first barrier keeps an earlier sum until all have read it.
 __device__ __forceinline__ float block_sum(float value) {
   __shared__ float sums[THREADS / WARP];
   value = warp_sum(value);
+  __syncthreads();
   if (threadIdx.x % WARP == 0) sums[threadIdx.x / WARP] = value;
   __syncthreads();
   float sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < THREADS / WARP; i++) sum += sums[i];
   return sum;
+}
+
+// The sum of the squares of the row times `scale`, the same in all threads.
+__device__ __forceinline__ float sum_of_squares(const u8* x, i64 width, bool x_wide, float scale) {
+  float values[GROUP];
+  float squares = 0.0f;
+  for (i64 first = i64(threadIdx.x) * GROUP; first < width; first += THREADS * GROUP) {
+    load_group<X_F32>(x, first, width, x_wide, values);
+#pragma unroll
+    for (int i = 0; i < GROUP; i++) {
+      float value = values[i] * scale;
+      squares = fmaf(value, value, squares);
+    }
+  }
+  return block_sum(squares);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -48,22 +67,21 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   bool narrow_wide = aligned16(narrow, 0);
   bool wide_wide = aligned16(wide, 0);
 
-  float values[GROUP];
-  float squares = 0.0f;
-  for (i64 first = i64(threadIdx.x) * GROUP; first < p.width; first += THREADS * GROUP) {
-    load_group<X_F32>(x, first, p.width, x_wide, values);
-#pragma unroll
-    for (int i = 0; i < GROUP; i++) squares = fmaf(values[i], values[i], squares);
+  float scale = 1.0f;
+  float squares = sum_of_squares(x, p.width, x_wide, scale);
+  if (!isfinite(squares)) {
+    scale = SCALE_DOWN;
+    squares = sum_of_squares(x, p.width, x_wide, scale);
   }
-  float mean = block_sum(squares) / float(p.width);
-  float factor = 1.0f / sqrtf(mean + p.eps);
+  float factor = 1.0f / sqrtf(squares / float(p.width) + p.eps * scale * scale);
 
+  float values[GROUP];
   float weights[GROUP];
   for (i64 first = i64(threadIdx.x) * GROUP; first < p.width; first += THREADS * GROUP) {
     load_group<X_F32>(x, first, p.width, x_wide, values);
     load_group<true>(p.weight, first, p.width, weight_wide, weights);
 #pragma unroll
-    for (int i = 0; i < GROUP; i++) values[i] = values[i] * factor * weights[i];
+    for (int i = 0; i < GROUP; i++) values[i] = values[i] * scale * factor * weights[i];
     if (p.narrow) store_group<false>(narrow, first, p.width, narrow_wide, values);
     if (p.wide) store_group<true>(wide, first, p.width, wide_wide, values);
   }

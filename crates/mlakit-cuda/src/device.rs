@@ -4,7 +4,8 @@ use std::ffi::c_void;
 use std::sync::Arc;
 
 use mlakit::device::PIECE_BYTES;
-use mlakit::{Device, Error, Foreign, Keeper, Pass, Region, Reporter, Ticket};
+use mlakit::paging::{VIEW_BYTES, ViewWords};
+use mlakit::{Device, Error, Foreign, Keeper, PageGeometry, Pass, Region, Reporter, Ticket};
 
 use crate::driver::Context;
 use crate::facts::Facts;
@@ -16,6 +17,7 @@ use crate::module::store::Store;
 use crate::module::{Kernel, LoadedKernel, Source};
 use crate::options::Options;
 use crate::stream::{CallerStream, Grid, Lines, Queue};
+use crate::view;
 
 /// A GPU. Cloning it names the same device.
 ///
@@ -66,6 +68,7 @@ impl Cuda {
     /// `Unavailable` without a driver or a device, and what the driver says.
     pub fn with(options: Options) -> Result<Self, Error> {
         let (context, facts) = Context::new(options.ordinal)?;
+        let facts = Facts { dense: options.dense, ..facts };
         let context = Arc::new(context);
         let disk = options.cache.map(|folder| Cache::new(&folder, options.notice));
         let store = Store::new(facts.architecture(), options.nvrtc, disk);
@@ -217,6 +220,15 @@ unsafe impl Device for Cuda {
 
     fn attach(&self, caller: &CallerStream, reporter: Reporter) -> Result<Queue, Error> {
         self.0.lines.attach(caller, reporter)
+    }
+
+    fn view(&self, geometry: PageGeometry, words: ViewWords) -> Result<[u8; VIEW_BYTES], Error> {
+        let mut bytes = [0; VIEW_BYTES];
+        bytes[..ViewWords::BYTES].copy_from_slice(&words.to_bytes());
+        if self.0.facts.capability == (9, 0) {
+            view::map(&self.0.context, (geometry, words), &mut bytes)?;
+        }
+        Ok(bytes)
     }
 
     fn write(&self, queue: &mut Queue, to: Region, bytes: &[u8]) -> Result<(), Error> {

@@ -4,6 +4,7 @@ use std::ffi::{c_int, c_uint};
 use std::fmt;
 
 use crate::driver::{Api, Code};
+use crate::options::DenseFamily;
 use crate::probe::Unavailable;
 
 /// What planning needs to know of a GPU. Plain data.
@@ -25,6 +26,9 @@ pub struct Facts {
     pub registers_per_multiprocessor: u32,
     /// Bytes of its level-2 cache.
     pub l2_bytes: u64,
+    /// The one family of dense attention that its user allows; none: what is best.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub dense: Option<DenseFamily>,
 }
 
 /// The row of a GPU: name, what it is called, capability, multiprocessors, GiB, MiB of level-2
@@ -72,6 +76,7 @@ impl Facts {
             shared_bytes_per_multiprocessor: multiprocessor << 10,
             registers_per_multiprocessor: 1 << 16,
             l2_bytes: l2_mib << 20,
+            dense: None,
         })
     }
 
@@ -92,6 +97,7 @@ impl Facts {
             shared_bytes_per_multiprocessor: read(SHARED_PER_MULTIPROCESSOR)?,
             registers_per_multiprocessor: read(REGISTERS)?,
             l2_bytes: u64::from(read(L2)?),
+            dense: None,
         })
     }
 }
@@ -114,7 +120,11 @@ fn shared_kib(capability: (u32, u32)) -> (u32, u32) {
 impl fmt::Display for Facts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (name, multiprocessors) = (&self.name, self.multiprocessors);
-        write!(f, "cuda ({name}, {}, {multiprocessors} multiprocessors)", self.architecture())
+        write!(f, "cuda ({name}, {}, {multiprocessors} multiprocessors", self.architecture())?;
+        match self.dense {
+            None => write!(f, ")"),
+            Some(family) => write!(f, ", dense attention: {} alone)", family.name()),
+        }
     }
 }
 

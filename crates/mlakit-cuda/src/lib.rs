@@ -24,6 +24,7 @@ pub mod options;
 pub mod probe;
 pub mod recorded;
 mod stream;
+mod view;
 
 pub use device::Cuda;
 pub use facts::Facts;
@@ -33,7 +34,7 @@ pub use module::compiler::{Compiled, Compiler};
 pub use module::log::Assembled;
 pub use module::{LoadedKernel, Resources, Source};
 pub use ops::Compiles;
-pub use options::Options;
+pub use options::{DenseFamily, Options};
 pub use probe::{CudaDevice, CudaFound, DriverVersion, Unavailable, probe};
 pub use recorded::{PlannedKernel, planned_kernels, recorded_kernels};
 pub use stream::{CallerStream, Queue};

@@ -11,7 +11,7 @@ use mlakit::op::norm::{Norm, NormArgs, NormFields, NormSpec};
 use mlakit::op::projection::{Projection, ProjectionArgs, ProjectionFields, ProjectionSpec};
 use mlakit::op::rotary::{Rotary, RotaryArgs, RotaryFields, RotarySpec, RotaryStyle};
 use mlakit::op::spec::Scalar;
-use mlakit::op::writer::{Writer, WriterArgs, WriterFields, WriterSpec};
+use mlakit::op::writer::{Writer, WriterArgs, WriterFields, WriterInput, WriterSpec};
 use mlakit::paging::CacheMut;
 use mlakit::splits::{Budget, Splits};
 use mlakit::{
@@ -107,7 +107,7 @@ impl LayerSpec {
 
     /// The bytes of a token and the size of a page.
     pub fn pages(&self) -> PageGeometry {
-        let record = RecordLayout { format: self.cache.record, width: self.cache_width() };
+        let record = RecordLayout::of(self.cache.record, self.rank, self.rope);
         PageGeometry { record, page_size: self.cache.page_size }
     }
 
@@ -280,8 +280,10 @@ impl<D: MlaDevice> MlaLayer<D> {
         self.project(runner, &inputs, &t, lane)?;
         self.rotate_key(runner, &inputs, &t, lane)?;
         let write = WriterArgs {
-            latent: (&t.latent).into(),
-            rope: (self.spec.rope > 0).then(|| (&t.rope).into()),
+            tokens: WriterInput::Latent {
+                latent: (&t.latent).into(),
+                rope: (self.spec.rope > 0).then(|| (&t.rope).into()),
+            },
             slots: inputs.slots,
             cache: cache.write,
             kv_scale: inputs.kv_scale.clone(),
@@ -333,6 +335,7 @@ impl<D: MlaDevice> MlaLayer<D> {
             let args = NormArgs {
                 x: FloatInput::F32((&t.down).into()),
                 weight: (&weight.lease()).into(),
+                bias: None,
                 y: None,
                 y_wide: Some((&t.query_latent).into()),
                 scratch: lane.lease(),
@@ -353,6 +356,7 @@ impl<D: MlaDevice> MlaLayer<D> {
         let latent = NormArgs {
             x: FloatInput::F32((&t.down.part(rank..t.down.len())?).into()),
             weight: (&w.kv_norm.lease()).into(),
+            bias: None,
             y: Some((&t.latent).into()),
             y_wide: None,
             scratch: lane.lease(),
@@ -538,6 +542,8 @@ impl<D: MlaDevice> Preparing<'_, D> {
         let fields = NormFields {
             width,
             eps: Scalar::try_from(eps)?,
+            center: false,
+            bias: false,
             max_rows: self.spec.capacity.rows,
             input: Float::F32,
             in_stride: Some(self.spec.down_width()),
@@ -562,6 +568,8 @@ impl<D: MlaDevice> Preparing<'_, D> {
             width: spec.rope,
             style: spec.rotary.unwrap_or(RotaryStyle::Pair),
             input,
+            before: 0,
+            after: 0,
             in_stride: Some(in_stride),
             out_stride: Some(out_stride),
             attention_factor: Scalar::try_from(spec.attention_factor)?,
@@ -577,6 +585,7 @@ impl<D: MlaDevice> Preparing<'_, D> {
             page_size: self.spec.cache.page_size,
             latent_width: self.spec.rank,
             rope_width: self.spec.rope,
+            key_width: 0,
             max_rows: self.spec.capacity.rows,
         };
         prepare(self.device, WriterSpec::new(fields)?)

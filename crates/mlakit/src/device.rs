@@ -4,8 +4,11 @@ use std::fmt::{Debug, Display};
 
 use serde::Serialize;
 
+use crate::paging::{VIEW_BYTES, ViewWords};
 use crate::scratch::RegionSpec;
-use crate::{Census, Error, Keeper, Op, Plan, Refusal, Region, Reporter, Stream, Ticket};
+use crate::{
+    Census, Error, Keeper, Op, PageGeometry, Plan, Refusal, Region, Reporter, Stream, Ticket,
+};
 
 /// A device: memory, streams, capture. It enqueues; the core decides what may be enqueued and what may be freed.
 ///
@@ -59,6 +62,13 @@ pub unsafe trait Device: Clone + Send + Sync + 'static {
     /// done on it is reported with `reporter`, also after the queue is dropped.
     fn attach(&self, caller: &Self::CallerStream, reporter: Reporter)
     -> Result<Self::Queue, Error>;
+    /// What a view of a pool holds: the words that all devices share and, behind them, what else kernels of this device need (CUDA: a
+    /// tensor map). Host work alone.
+    fn view(&self, _: PageGeometry, words: ViewWords) -> Result<[u8; VIEW_BYTES], Error> {
+        let mut bytes = [0; VIEW_BYTES];
+        bytes[..ViewWords::BYTES].copy_from_slice(&words.to_bytes());
+        Ok(bytes)
+    }
     /// Enqueues a copy of at most [`PIECE_BYTES`] bytes, which the call takes with it. (CUDA: parameters of a tiny launch.)
     fn write(&self, queue: &mut Self::Queue, to: Region, bytes: &[u8]) -> Result<(), Error>;
     /// Enqueues "everything before this is done": from then on `ticket` can be reported. (CUDA: a write of its number to host memory.)
@@ -136,13 +146,17 @@ pub struct Choice {
     pub splits: usize,
     /// Whether the partial results stay inside the device's own fast memory, so that they need no scratch.
     pub partials_stay_on_chip: bool,
+    /// Rows of partial results that there is room for, where the kernel needs fewer than one for each split, row and head.
+    pub partial_rows: Option<usize>,
     /// Scratch beyond what the operation itself needs, by name.
     pub work: Vec<RegionSpec>,
+    /// Why it is this kernel, where the device has one that is faster for other `Spec`s.
+    pub note: Option<String>,
 }
 
 impl Choice {
     /// A kernel without splits or scratch of its own.
     pub fn of(kernel: &'static str) -> Self {
-        Self { kernel, splits: 1, partials_stay_on_chip: false, work: Vec::new() }
+        Self { kernel, splits: 1, ..Self::default() }
     }
 }

@@ -7,8 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::clock::{Access, Claim, Epoch};
 use crate::memory::{Block, Use, Uses};
-use crate::op::spec::within;
-use crate::record::RecordLayout;
+use crate::record::{Planes, RecordLayout};
 use crate::{Category, Device, Error, Foreign, Name, Region, Stream, Ticket};
 
 /// What of a pool a `Spec` may name.
@@ -16,31 +15,32 @@ use crate::{Category, Device, Error, Foreign, Name, Region, Stream, Ticket};
 pub struct PageGeometry {
     /// The bytes of a token.
     pub record: RecordLayout,
-    /// Tokens of a page: 1 or a multiple of 16.
+    /// Tokens of a page: 1 or a multiple of 16 (`v4_584` also 2).
     pub page_size: usize,
 }
 
 impl PageGeometry {
-    /// Checks the page size and the width of the record, so that a page has at least one byte and its bytes can be counted.
+    /// Checks the page size and the widths of the record, so that a page has at least one byte and its bytes can be counted.
     pub fn check(self) -> Result<Self, Error> {
-        within("record_width", self.record.width, 1, 1 << 16)?;
-        let size = self.page_size;
-        if size == 1 || (size > 0 && size.is_multiple_of(16) && size <= 1 << 16) {
-            return Ok(self);
-        }
-        Err(Error::contract("page_size", "1 or a multiple of 16, at most 65536", size))
+        self.record.check(self.page_size).map(|()| self)
     }
 
     /// Bytes of the records of a page; a page's stride may be larger.
     pub fn payload_bytes(self) -> usize {
         self.page_size * self.record.bytes()
     }
+
+    /// Where a token's bytes are in a page.
+    pub fn planes(self) -> Planes {
+        self.record.planes(self.page_size)
+    }
 }
 
 impl fmt::Display for PageGeometry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let RecordLayout { format, width } = self.record;
-        write!(f, "pages of {} tokens of {} x {width}", self.page_size, format.name())
+        let RecordLayout { format, width, rope } = self.record;
+        write!(f, "pages of {} tokens of {} x {width}", self.page_size, format.name())?;
+        if rope > 0 { write!(f, " ({rope} of them apart)") } else { Ok(()) }
     }
 }
 
@@ -263,13 +263,14 @@ impl<D: Device> PoolView<D> {
             pages: (pages.region.bytes() / pool.page_stride_bytes) as u64,
             page_stride_bytes: pool.page_stride_bytes as u64,
         };
-        let to = self.view.region.part(0, ViewWords::BYTES).expect("a view has these bytes");
+        let bytes = stream.device().view(self.geometry, words)?;
+        let to = self.view.region.part(0, VIEW_BYTES).expect("a view has these bytes");
         let written = Use { access: Access::Write, ..self.view.clone() };
         let (view, bound) = (&mut self.view, &mut self.pool);
         let ticket = stream.submit(std::iter::once(&written), |device, queue| {
             view.claim.renew();
             *bound = None;
-            device.write(queue, to, &words.to_bytes())
+            device.write(queue, to, &bytes)
         })?;
         self.pool = Some(Use::new("pool", pages.region, self.access, pages.claim.clone()));
         Ok(ticket)

@@ -8,7 +8,8 @@ use crate::{Buffer, Category, Device, Error, Name, Op, Output, Plan, Region};
 /// Alignment of allocations and scratch regions, in bytes.
 pub const ALIGN: usize = 256;
 
-/// Bytes at the head of a lane: the fault block. Word `i` (u32, little-endian) counts [`FAULT_NAMES`]`[i]`.
+/// Bytes at the head of a lane: the fault block. Word `i` (u32, little-endian) counts [`FAULT_NAMES`]`[i]`; the words behind them are
+/// the device's, zero when nothing runs in the lane (CUDA: where the blocks of a launch meet).
 pub const FAULT_BYTES: usize = 256;
 
 /// What the words of a fault block count.

@@ -9,6 +9,7 @@ use std::ops::Range;
 use serde::{Deserialize, Serialize};
 
 use crate::Error;
+use crate::op::spec::within;
 
 /// Tokens of a block.
 pub const BLOCK: usize = 64;
@@ -30,12 +31,22 @@ pub enum Splits {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Budget {
-    /// The most splits of a row.
+    /// The most splits of a row, 1 or more.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_splits: Option<usize>,
     /// The most partial rows: row capacity times splits. Fewer than two for each row means one split.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_partial_rows: Option<usize>,
+}
+
+impl Budget {
+    /// A row always has one split; no partial rows at all are a budget: then nothing is divided.
+    pub(crate) fn check(&self) -> Result<(), Error> {
+        match self.max_splits {
+            Some(0) => Err(Error::contract("budget.max_splits", "1 or more", 0)),
+            _ => Ok(()),
+        }
+    }
 }
 
 /// What of a `Spec` decides how many splits there may be.
@@ -58,6 +69,24 @@ impl Capacity {
     pub fn blocks(&self) -> usize {
         let reach = self.window.map_or(self.max_kv_tokens, |w| w.saturating_add(BLOCK - 1));
         reach.min(self.max_kv_tokens).div_ceil(BLOCK).max(1)
+    }
+
+    /// Checks the policy and the budget.
+    ///
+    /// # Errors
+    /// A size that is no multiple of a block, or splits that the budget does not allow.
+    pub(crate) fn check(&self) -> Result<(), Error> {
+        self.budget.check()?;
+        match self.splits {
+            Splits::Auto => Ok(()),
+            Splits::Count(count) => within("splits.count", count, 1, 1 << 16),
+            Splits::FixedTokens(tokens) if tokens > 0 && tokens.is_multiple_of(BLOCK) => {
+                self.resolve(1).map(drop)
+            }
+            Splits::FixedTokens(tokens) => {
+                Err(Error::contract("splits.fixed_tokens", "a positive multiple of 64", tokens))
+            }
+        }
     }
 
     /// The number of splits, given what the device would like for `Auto`. At least 1, and never more than there are blocks.

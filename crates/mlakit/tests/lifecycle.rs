@@ -399,7 +399,7 @@ fn plans_are_host_data_of_a_machine_that_is_not_here() {
 fn page_geometries_that_have_no_bytes_are_refused() {
     let device = AtOnce::new(1);
     for (width, page_size) in [(0, 16), (1 << 17, 16), (1, 0), (1, 17), (1, 1 << 17)] {
-        let record = RecordLayout { format: RecordFormat::Bf16, width };
+        let record = RecordLayout { format: RecordFormat::Bf16, width, rope: 0 };
         let pool = Pages::new(&device, "pool", PageGeometry { record, page_size }, 1);
         assert!(matches!(pool.err(), Some(Error::Contract { .. })), "{width} x {page_size}");
     }

@@ -8,14 +8,16 @@ use mlakit::op::dense::{self, Dense, DenseArgs, DenseCase, DenseFields, DenseSpe
 use mlakit::op::dense::{QueryDtype, QueryInput};
 use mlakit::op::merge::{self, LseInput, LseOutput, Merge, MergeArgs, MergeCase, MergeFields};
 use mlakit::op::merge::{MergeSpec, Partial, PartialInput};
-use mlakit::op::writer::{Writer, WriterArgs, WriterFields, WriterSpec};
+use mlakit::op::writer::{Writer, WriterArgs, WriterFields, WriterInput, WriterSpec};
 use mlakit::splits::Budget;
 
 const HEADS: usize = 2;
 const QK: usize = 6;
 const VALUE: usize = 4;
-const PAGES: PageGeometry =
-    PageGeometry { record: RecordLayout { format: RecordFormat::Bf16, width: QK }, page_size: 16 };
+const PAGES: PageGeometry = PageGeometry {
+    record: RecordLayout { format: RecordFormat::Bf16, width: QK, rope: 0 },
+    page_size: 16,
+};
 /// Pages of the pool, and of a request at most.
 const POOL: usize = 4;
 /// Requests, each with one row a step.
@@ -55,6 +57,7 @@ fn writer_spec() -> WriterSpec {
         latent_width: VALUE,
         rope_width: QK - VALUE,
         max_rows: BATCH,
+        key_width: 0,
     })
     .unwrap()
 }
@@ -100,9 +103,10 @@ impl<D: Runs<Dense> + Runs<Writer>> Layer<D> {
         (written, read): (CacheMut<'static, D>, Cache<'static, D>),
         o: Operands<D>,
     ) -> Result<(), Error> {
-        let (latent, rope, scratch) = (o.latent, Some(o.rope), lane.lease());
+        let tokens = WriterInput::Latent { latent: o.latent, rope: Some(o.rope) };
+        let scratch = lane.lease();
         let (slots, cache, kv_scale) = (o.slots, written, None);
-        let args = WriterArgs { latent, rope, slots, cache, kv_scale, scratch };
+        let args = WriterArgs { tokens, slots, cache, kv_scale, scratch };
         self.writer.bind(args)?.run(runner)?;
         self.dense
             .bind(DenseArgs {

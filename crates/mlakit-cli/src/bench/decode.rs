@@ -9,21 +9,22 @@ use mlakit::op::merge::LseOutput;
 use mlakit::op::spec::Scalar;
 use mlakit::splits::Budget;
 use mlakit::{
-    Element, Graph, Key, Lane, Lse, LseBase, Natural, PageGeometry, Pages, Plan, Prepared,
-    RecordLayout, Runs, Slots, Stream,
+    Choice, Device, Element, Graph, Key, Lane, Lse, LseBase, Natural, PageGeometry, Pages, Plan,
+    Prepared, RecordLayout, Runs, Slots, Stream,
 };
 
+use super::Step;
 use crate::args::BenchArgs;
 use crate::check::random::Random;
 use crate::failure::Failure;
 use crate::machine;
 
 /// The scale of a scaled cache.
-const KV_SCALE: f32 = 0.0125;
+pub(super) const KV_SCALE: f32 = 0.0125;
 
 /// Bytes of the records of all requests, without what is left of their last pages.
 pub fn cache_bytes(args: &BenchArgs, tokens: usize) -> usize {
-    let record = RecordLayout { format: args.record, width: args.qk_width }.bytes();
+    let record = RecordLayout::of_key(args.record, args.qk_width, args.value_width).bytes();
     args.batch.saturating_mul(tokens).saturating_mul(record)
 }
 
@@ -102,22 +103,6 @@ impl<'d, D: Runs<Dense>> Decode<'d, D> {
         Ok(step)
     }
 
-    /// Replays the step so many times, one behind the other, and waits for the last.
-    ///
-    /// # Errors
-    /// What replaying says.
-    pub fn replay(&mut self, times: usize) -> Result<(), Failure> {
-        for _ in 0..times {
-            self.graph.replay(&mut self.stream)?;
-        }
-        Ok(self.stream.wait()?)
-    }
-
-    /// The plan.
-    pub fn plan(&self) -> &Plan<Dense> {
-        self.prepared.plan()
-    }
-
     /// The inputs, which stay the same from replay to replay. Pages are given out in a shuffled
     /// order.
     fn write(
@@ -145,6 +130,19 @@ impl<'d, D: Runs<Dense>> Decode<'d, D> {
     fn slot<T: Element>(&mut self, key: Key<T>, values: &[T::Raw]) -> Result<(), Failure> {
         self.graph.slot_mut(key)?.write_on(&mut self.stream, values)?;
         Ok(())
+    }
+}
+
+impl<D: Runs<Dense>> Step for Decode<'_, D> {
+    fn replay(&mut self, times: usize) -> Result<(), Failure> {
+        for _ in 0..times {
+            self.graph.replay(&mut self.stream)?;
+        }
+        Ok(self.stream.wait()?)
+    }
+
+    fn choice(&self) -> &Choice {
+        self.prepared.plan().choice()
     }
 }
 
@@ -195,16 +193,17 @@ fn spec(args: &BenchArgs, heads: usize, tokens: usize) -> Result<DenseSpec, Fail
 }
 
 /// Every record of every page, a page at a time.
-fn fill<D: Runs<Dense>>(
+pub(super) fn fill<D: Device>(
     cache: &mut Pages<D>,
     geometry: PageGeometry,
     random: &mut Random,
 ) -> Result<(), Failure> {
-    let (record, width) = (geometry.record, geometry.record.width);
+    let (record, width, planes) = (geometry.record, geometry.record.width, geometry.planes());
     let mut bytes = vec![0; geometry.payload_bytes()];
     for page in 0..cache.pages() {
-        for token in bytes.chunks_exact_mut(record.bytes()) {
-            record.encode(token, &random.bf16s(width, 1.0), KV_SCALE);
+        for token in 0..geometry.page_size {
+            let values = random.bf16s(width, 1.0);
+            planes.encode(record, (&mut bytes, token), [&values, &[]], KV_SCALE);
         }
         cache.write((page, 0), &bytes)?;
     }
@@ -215,7 +214,7 @@ fn fill<D: Runs<Dense>>(
 mod tests {
     use super::*;
     use crate::args::{Args, Command};
-    use mlakit::{Category, Device};
+    use mlakit::Category;
     use mlakit_cpu::Cpu;
 
     fn args(line: &str) -> BenchArgs {

@@ -1,20 +1,34 @@
-//! `mlakit bench`: how long dense decode takes, replayed from a captured graph.
+//! `mlakit bench`: how long a step of attention takes, replayed from a captured graph.
 
 use std::time::Instant;
 
-use mlakit::Runs;
 use mlakit::op::dense::Dense;
+use mlakit::op::sparse::Sparse;
+use mlakit::{Choice, Runs};
 use serde::Serialize;
 
-use crate::args::BenchArgs;
+use crate::args::{BenchArgs, BenchOp};
 use crate::device::{self, AnyDevice, Environment};
 use crate::failure::Failure;
 use crate::progress::Progress;
 use crate::report::{self, Report};
 
 mod decode;
+mod sparse;
 
 use decode::Decode;
+use sparse::SparseDecode;
+
+/// A step that can be replayed.
+trait Step {
+    /// Replays it so many times, one behind the other, and waits for the last.
+    ///
+    /// # Errors
+    /// What replaying says.
+    fn replay(&mut self, times: usize) -> Result<(), Failure>;
+    /// What the plan chose.
+    fn choice(&self) -> &Choice;
+}
 
 /// Replays before the first sample: caches and clocks settle.
 const WARM_UP: usize = 3;
@@ -35,9 +49,9 @@ struct Line {
     splits: usize,
     median_ms: f64,
     min_ms: f64,
-    /// 2 x (qk width + value width) for each head and visible key, at the median.
+    /// 2 x (qk width + value width) for each head and key that a row sees, at the median.
     gflops: f64,
-    /// Records of the visible keys, once for each request, at the median.
+    /// Records of the keys, at the median: of dense attention once for each request, of sparse attention for each row.
     gbytes_per_s: f64,
     /// Replays behind one another of which a sample is the mean.
     replays_a_sample: usize,
@@ -49,6 +63,10 @@ struct Line {
 #[derive(Clone, Debug, Serialize)]
 struct Timed {
     device: String,
+    operation: &'static str,
+    /// Tokens that a row selects, where it does.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    selected: Option<usize>,
     rows: usize,
     batch: usize,
     qk_width: usize,
@@ -75,11 +93,16 @@ impl Report for Timed {
         });
         let header = ["heads", "tokens", "splits", "median ms", "min ms", "GF/s", "GB/s", "kernel"];
         let Self { rows: each, batch, qk_width, value_width, record, page_size, .. } = self;
+        let operation = match self.selected {
+            Some(selected) => format!("{}, {selected} tokens a row", self.operation),
+            None => self.operation.into(),
+        };
         let what = format!("{batch} x {each} rows, {qk_width}/{value_width}, {record}");
         vec![
-            format!("{}: {what}, pages of {page_size}", self.device),
+            format!("{}: {operation}, {what}, pages of {page_size}", self.device),
             report::table(&header, &[0, 1, 2, 3, 4, 5, 6], rows.collect()),
-            "rates are at the median; the cache is read once a request in GB/s".into(),
+            "rates are at the median; GB/s count the cache once a request, or what rows select"
+                .into(),
         ]
     }
 }
@@ -106,8 +129,11 @@ pub fn command(
             progress.done();
         }
     }
+    let is_sparse = args.op == BenchOp::Sparse;
     Ok(Timed {
         device: device.describe(),
+        operation: if is_sparse { "sparse" } else { "dense" },
+        selected: is_sparse.then_some(args.selected),
         rows: args.rows,
         batch: args.batch,
         qk_width: args.qk_width,
@@ -119,16 +145,27 @@ pub fn command(
     })
 }
 
-fn time<D: Runs<Dense>>(
+fn time<D: Runs<Dense> + Runs<Sparse>>(
     args: &BenchArgs,
     shape: (usize, usize),
     device: &D,
 ) -> Result<Line, Failure> {
     let caller = device.own_stream()?;
-    let mut decode = Decode::new(args, shape, device.stream(&caller)?)?;
+    let stream = device.stream(&caller)?;
+    match args.op {
+        BenchOp::Dense => time_step(args, shape, &mut Decode::new(args, shape, stream)?),
+        BenchOp::Sparse => time_step(args, shape, &mut SparseDecode::new(args, shape, stream)?),
+    }
+}
+
+fn time_step(
+    args: &BenchArgs,
+    (heads, tokens): (usize, usize),
+    step: &mut dyn Step,
+) -> Result<Line, Failure> {
     let mut time = |replays: usize| -> Result<f64, Failure> {
         let begin = Instant::now();
-        decode.replay(replays)?;
+        step.replay(replays)?;
         Ok(begin.elapsed().as_secs_f64() * 1e3 / replays as f64)
     };
     let mut once_ms = f64::INFINITY;
@@ -140,24 +177,36 @@ fn time<D: Runs<Dense>>(
     for _ in 0..args.samples {
         samples_ms.push(time(replays)?);
     }
-    let (heads, tokens) = shape;
     let (median_ms, min_ms) = middle(&samples_ms);
-    let seen: usize =
-        (0..args.rows).map(|row| (tokens + row + 1).saturating_sub(args.rows).min(tokens)).sum();
+    let (keys, bytes) = seen(args, tokens);
     let each = 2.0 * (args.qk_width + args.value_width) as f64 * (args.batch * heads) as f64;
-    let choice = decode.plan().choice();
+    let choice = step.choice();
     Ok(Line {
         heads,
         tokens,
         kernel: choice.kernel,
         splits: choice.splits,
-        gflops: each * seen as f64 / median_ms / 1e6,
-        gbytes_per_s: decode::cache_bytes(args, tokens) as f64 / median_ms / 1e6,
+        gflops: each * keys as f64 / median_ms / 1e6,
+        gbytes_per_s: bytes as f64 / median_ms / 1e6,
         median_ms,
         min_ms,
         replays_a_sample: replays,
         samples_ms,
     })
+}
+
+/// Keys that the rows of a request see, and bytes of records of all requests.
+fn seen(args: &BenchArgs, tokens: usize) -> (usize, usize) {
+    match args.op {
+        BenchOp::Dense => {
+            let of = |row: usize| (tokens + row + 1).saturating_sub(args.rows).min(tokens);
+            ((0..args.rows).map(of).sum(), decode::cache_bytes(args, tokens))
+        }
+        BenchOp::Sparse => {
+            let keys = args.rows * sparse::selected(args, tokens);
+            (keys, decode::cache_bytes(args, keys))
+        }
+    }
 }
 
 /// Median and minimum of samples, of which there is one at least.

@@ -44,25 +44,29 @@ pub struct Table {
     pub capacity: &'static [(&'static str, &'static str)],
 }
 
-/// The sizes of a case, by name, each with the tensor that gave it, or `spec`.
+/// The sizes of a case, by name, each with what gave it: a tensor, or what the case is for.
 #[derive(Clone, Debug, Default)]
-pub struct Dims(BTreeMap<&'static str, (usize, &'static str)>);
+pub struct Dims {
+    sizes: BTreeMap<&'static str, (usize, &'static str)>,
+    /// What the case is for: a spec, a model.
+    fits: &'static str,
+}
 
 impl Dims {
     /// A size; 0 for one that no tensor of the case has.
     pub fn of(&self, name: &str) -> usize {
-        self.0.get(name).map_or(0, |(size, _)| *size)
+        self.sizes.get(name).map_or(0, |(size, _)| *size)
     }
 
     /// Whether some tensor or the spec gave it.
     pub fn has(&self, name: &str) -> bool {
-        self.0.contains_key(name)
+        self.sizes.contains_key(name)
     }
 
     fn expected(&self, axis: Axis) -> Option<usize> {
         match axis {
-            Axis::Of(name) => self.0.get(name).map(|(size, _)| *size),
-            Axis::OneMore(name) => self.0.get(name).map(|(size, _)| size.saturating_add(1)),
+            Axis::Of(name) => self.sizes.get(name).map(|(size, _)| *size),
+            Axis::OneMore(name) => self.sizes.get(name).map(|(size, _)| size.saturating_add(1)),
             Axis::Exactly(size) => Some(size),
         }
     }
@@ -74,7 +78,7 @@ impl Dims {
             (None, Axis::OneMore(name)) if size > 0 => (name, size - 1),
             (None, _) => return false,
         };
-        self.0.insert(name, (size, tensor)).is_none()
+        self.sizes.insert(name, (size, tensor)).is_none()
     }
 
     fn describe(&self, axis: Axis) -> String {
@@ -83,7 +87,7 @@ impl Dims {
             Axis::OneMore(name) => (name, "+1"),
             Axis::Exactly(size) => return size.to_string(),
         };
-        match (self.expected(axis), self.0.get(name)) {
+        match (self.expected(axis), self.sizes.get(name)) {
             (Some(size), Some((_, from))) => format!("{name}{more}={size} ({from})"),
             _ => format!("{name}{more}"),
         }
@@ -101,6 +105,20 @@ impl Table {
         spec: &mut Map<String, Value>,
         tensors: &Tensors<'_>,
     ) -> Result<Dims, Failure> {
+        self.check_against("spec", spec, tensors)
+    }
+
+    /// As [`Table::check`], where the fields are those of something else than a spec, which errors
+    /// call `fits`.
+    ///
+    /// # Errors
+    /// As [`Table::check`].
+    pub fn check_against(
+        &self,
+        fits: &'static str,
+        spec: &mut Map<String, Value>,
+        tensors: &Tensors<'_>,
+    ) -> Result<Dims, Failure> {
         let known = |name: &&str| self.inputs.iter().any(|rule| rule.name == *name);
         if let Some(name) = tensors.names().find(|name| !known(name)) {
             let names: Vec<_> = self.inputs.iter().map(|rule| rule.name).collect();
@@ -109,10 +127,10 @@ impl Table {
                 "remove it from the case, or correct its name",
             ));
         }
-        let mut dims = Dims::default();
+        let mut dims = Dims { fits, ..Dims::default() };
         for (field, size) in self.equal {
             if let Some(value) = number(spec, field) {
-                dims.0.insert(size, (value, "spec"));
+                dims.sizes.insert(size, (value, fits));
             }
         }
         for rule in self.inputs {
@@ -183,7 +201,7 @@ impl TensorRule {
         }
         Err(Failure::input(
             format!("tensor `{}`: needed {needed}, given {}", self.name, tensor.kind()),
-            "change the tensor, or the spec's field that gives the size",
+            format!("change the tensor, or what in the {} gives the size", dims.fits),
         ))
     }
 

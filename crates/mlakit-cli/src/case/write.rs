@@ -48,6 +48,23 @@ pub fn check_path(path: &Path) -> Result<(), Failure> {
     Ok(())
 }
 
+/// A result does not take the place of an input, under whatever name.
+///
+/// # Errors
+/// An output path that is the file of `input`, which `flag` gave.
+pub fn keep_input(out: &Path, (flag, input): (&str, &Path)) -> Result<(), Failure> {
+    match (fs::canonicalize(out), fs::canonicalize(input)) {
+        (Ok(to), Ok(from)) if to == from && to.is_file() => Err(Failure::input(
+            format!(
+                "--out {}: needed another file than {flag}, which it would replace",
+                out.display()
+            ),
+            "give a new path to --out",
+        )),
+        _ => Ok(()),
+    }
+}
+
 fn folder(path: &Path) -> &Path {
     path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }

@@ -5,6 +5,7 @@ use mlakit::{Dtype, E4m3, RecordFormat, RecordLayout};
 use serde_json::{Map, Value, json};
 
 use super::random::Random;
+use super::sparse::SparseShape;
 use crate::case::{Case, Tensor, Tensors};
 
 /// A case that can be made.
@@ -12,6 +13,8 @@ use crate::case::{Case, Tensor, Tensors};
 pub enum Shape {
     /// Of `dense`.
     Dense(DenseShape),
+    /// Of `sparse`.
+    Sparse(SparseShape),
     /// Of `merge`.
     Merge(MergeShape),
     /// Of `writer`.
@@ -72,7 +75,7 @@ pub struct MergeShape {
 /// A writer with slots to skip.
 #[derive(Clone, Debug)]
 pub struct WriterShape {
-    /// Elements of the latent, and of the rotary part.
+    /// Elements of the latent, and of the rotary part; or of the key, and 0.
     pub widths: (usize, usize),
     /// Tokens.
     pub rows: usize,
@@ -80,7 +83,7 @@ pub struct WriterShape {
     pub pages: (usize, usize),
     /// The cache record format.
     pub record: RecordFormat,
-    /// Elements behind a record's values, and bytes behind the payload of a page.
+    /// Elements behind a record's values (where the format takes such), and bytes behind the payload of a page.
     pub padding: (usize, usize),
 }
 
@@ -98,6 +101,7 @@ impl Shape {
     pub fn operation(&self) -> &'static str {
         match self {
             Self::Dense(_) => "dense",
+            Self::Sparse(_) => "sparse",
             Self::Merge(_) => "merge",
             Self::Writer(_) => "writer",
             Self::Projection(_) => "projection",
@@ -109,6 +113,7 @@ impl Shape {
         let mut random = Random::new(seed);
         let (fields, tensors) = match self {
             Self::Dense(shape) => shape.build(&mut random),
+            Self::Sparse(shape) => shape.build(&mut random),
             Self::Merge(shape) => shape.build(&mut random),
             Self::Writer(shape) => shape.build(&mut random),
             Self::Projection(shape) => shape.build(&mut random),
@@ -123,7 +128,7 @@ impl Shape {
 }
 
 /// `fields` with those of `options` beside them.
-fn with(mut fields: Value, options: &Value) -> Value {
+pub(super) fn with(mut fields: Value, options: &Value) -> Value {
     if let (Value::Object(fields), Value::Object(options)) = (&mut fields, options) {
         fields.extend(options.iter().map(|(name, value)| (name.clone(), value.clone())));
     }
@@ -201,7 +206,7 @@ impl DenseShape {
     /// than needed.
     fn pages(&self, tensors: &mut Tensors<'static>, random: &mut Random) {
         let qk = self.widths.0;
-        let layout = RecordLayout { format: self.record, width: qk + self.padding.0 };
+        let layout = RecordLayout { format: self.record, width: qk + self.padding.0, rope: 0 };
         let needed = |len: &usize| len.div_ceil(self.page_size);
         let width = self.kv_lens.iter().map(needed).max().unwrap_or(0) + 1;
         let used: usize = self.kv_lens.iter().map(needed).sum();
@@ -218,7 +223,12 @@ impl DenseShape {
                 }
                 let first = *entry as usize * stride + position % self.page_size * layout.bytes();
                 let values = random.bf16s(qk, 1.0);
-                layout.encode(&mut cache[first..][..layout.bytes()], &values, Self::KV_SCALE);
+                layout.encode(
+                    &mut cache[first..][..layout.bytes()],
+                    &mut [],
+                    &values,
+                    Self::KV_SCALE,
+                );
             }
         }
         let pages = vec![order.len(), stride];
@@ -262,8 +272,9 @@ impl MergeShape {
 impl WriterShape {
     fn build(&self, random: &mut Random) -> (Value, Tensors<'static>) {
         let ((latent, rope), (pages, page_size)) = (self.widths, self.pages);
-        let layout = RecordLayout { format: self.record, width: latent + rope + self.padding.0 };
-        let stride = page_size * layout.bytes() + self.padding.1;
+        let layout = RecordLayout::of(self.record, latent, rope);
+        let record_width = (self.padding.0 > 0).then_some(layout.width + self.padding.0);
+        let stride = page_size * layout.padded(record_width).bytes() + self.padding.1;
         let cache: Vec<u8> = (0..pages * stride).map(|_| random.bits() as u8).collect();
         // Each slot once, so that the order of writing does not show; some negative, one behind the
         // pool.
@@ -276,7 +287,8 @@ impl WriterShape {
         let slots: Vec<i64> = (0..self.rows.min(order.len())).map(slot).collect();
         let mut tensors = Tensors::default();
         let values = random.bf16s(self.rows * latent, 1.0);
-        tensors.insert("latent", Tensor::new(Dtype::Bf16, vec![self.rows, latent], &values));
+        let first = if self.record.is_index() { "key" } else { "latent" };
+        tensors.insert(first, Tensor::new(Dtype::Bf16, vec![self.rows, latent], &values));
         if rope > 0 {
             let values = random.bf16s(self.rows * rope, 1.0);
             tensors.insert("rope", Tensor::new(Dtype::Bf16, vec![self.rows, rope], &values));
@@ -286,12 +298,8 @@ impl WriterShape {
         if self.record.is_scaled() {
             tensors.insert("kv_scale", Tensor::new(Dtype::F32, vec![1], &[0.0125f32]));
         }
-        let fields = json!({
-            "record": self.record.name(),
-            "record_width": layout.width,
-            "page_size": page_size,
-        });
-        (fields, tensors)
+        let fields = json!({"record": self.record.name(), "page_size": page_size});
+        (with(fields, &json!({"record_width": record_width})), tensors)
     }
 }
 

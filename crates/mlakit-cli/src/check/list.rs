@@ -1,6 +1,6 @@
 //! What `check` compares: each shape differs from an ordinary one in what its name says.
 
-use mlakit::{Dtype, RecordFormat};
+use mlakit::{Dtype, RecordFormat, RecordLayout};
 use serde_json::{Value, json};
 
 use super::cases::{DenseShape, MergeShape, ProjectionShape, Query, Shape, WriterShape};
@@ -19,6 +19,7 @@ pub struct Named {
 pub fn all() -> Vec<Named> {
     let mut list = dense();
     list.extend(records());
+    list.extend(super::sparse::all());
     list.extend(others());
     list
 }
@@ -101,6 +102,27 @@ fn records() -> Vec<Named> {
     list
 }
 
+/// Writers of the tokens that a format can store.
+fn writers(record: RecordFormat) -> Vec<Named> {
+    let mut list = Vec::new();
+    for (widths, page_size) in [((512, 64), 64), ((256, 0), 1), ((128, 32), 16), ((128, 0), 64)] {
+        let fits = record.check_parts(widths.0, widths.1).is_ok()
+            && RecordLayout::of(record, widths.0, widths.1).check(page_size).is_ok();
+        if !fits || (record.is_plain() && widths == (128, 0)) {
+            continue;
+        }
+        let padding = match (record.is_plain(), page_size) {
+            (true, 16) => (16, 48),
+            (false, _) => (0, 48),
+            _ => (0, 0),
+        };
+        let shape = WriterShape { widths, rows: 40, pages: (60, page_size), record, padding };
+        let name = format!("{} {}+{}, pages of {page_size}", record.name(), widths.0, widths.1);
+        list.push(named(name, page_size == 16, Shape::Writer(shape)));
+    }
+    list
+}
+
 /// Merge, writer, projection.
 fn others() -> Vec<Named> {
     let mut list = Vec::new();
@@ -114,15 +136,7 @@ fn others() -> Vec<Named> {
             list.push(named(name, splits == 7, Shape::Merge(merge)));
         }
     }
-    for record in RecordFormat::ALL {
-        for (widths, padding, page_size) in
-            [((512, 64), (0, 0), 64), ((256, 0), (0, 0), 1), ((128, 32), (16, 48), 16)]
-        {
-            let shape = WriterShape { widths, rows: 40, pages: (60, page_size), record, padding };
-            let name = format!("{} {}+{}, pages of {page_size}", record.name(), widths.0, widths.1);
-            list.push(named(name, page_size == 16, Shape::Writer(shape)));
-        }
-    }
+    list.extend(RecordFormat::ALL.into_iter().flat_map(writers));
     let wide = ProjectionShape { shape: [5, 3, 64, 48], options: json!({"output": "f32"}) };
     list.push(named("output F32", true, Shape::Projection(wide)));
     for shape in [[1, 16, 128, 512], [5, 3, 512, 128], [64, 2, 128, 512], [7, 11, 34, 70]] {

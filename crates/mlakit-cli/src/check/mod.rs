@@ -15,6 +15,7 @@ use crate::report::{self, Report};
 pub mod cases;
 pub mod list;
 pub mod random;
+pub mod sparse;
 
 use list::Named;
 

@@ -9,10 +9,11 @@ use mlakit_model::decoder::{DecoderDevice, Generator, GeneratorOptions, TextLimi
 use serde::Serialize;
 
 use super::{PROMPT_ROWS, attention, cache, open};
-use crate::args::EvalArgs;
+use crate::args::{EvalArgs, Format};
 use crate::case::read_file;
 use crate::device::{self, AnyDevice, Environment};
 use crate::failure::Failure;
+use crate::plan::model::assumed;
 use crate::progress::Progress;
 use crate::report::{self, Report};
 
@@ -30,20 +31,28 @@ pub struct EvalReport {
     windows: usize,
     bits_per_byte: f64,
     seconds: f64,
+    #[serde(skip_serializing_if = "serde_json::Map::is_empty")]
+    assumed: serde_json::Map<String, serde_json::Value>,
 }
 
 /// Runs the command.
 ///
 /// # Errors
 /// A text or a checkpoint that cannot be read; a vocabulary that is not made of bytes.
-pub fn command(args: &EvalArgs, environment: &Environment) -> Result<EvalReport, Failure> {
+pub fn command(
+    args: &EvalArgs,
+    environment: &Environment,
+    format: Format,
+) -> Result<EvalReport, Failure> {
     let mut text = read_file(&args.file)?;
     text.truncate(args.tokens.unwrap_or(usize::MAX));
     if text.is_empty() {
         let message = format!("{}: needed at least one byte, given none", args.file.display());
         return Err(Failure::input(message, "give a text"));
     }
-    let model = open(args.model.as_deref())?;
+    // What would run it comes first: without it nothing else matters.
+    let device = device::open(&args.device, environment)?;
+    let model = open(args.model.as_deref(), format)?;
     let vocab = model.config.vocab_size;
     if model.config.bos_token_id != Some(BEGIN) || vocab <= BEGIN as usize {
         return Err(Failure::input(
@@ -53,7 +62,7 @@ pub fn command(args: &EvalArgs, environment: &Environment) -> Result<EvalReport,
     }
     let limits = TextLimits::new(&model.config, attention(args.attention));
     limits.check(text.len().min(WINDOW), 0)?;
-    match device::open(&args.device, environment)? {
+    match device {
         AnyDevice::Cpu(device) => score(&device, &model, (&text, args)),
         AnyDevice::Cuda(device) => score(&device, &model, (&text, args)),
     }
@@ -99,6 +108,7 @@ fn score<D: DecoderDevice>(
         windows: windows.len(),
         bits_per_byte: bits / text.len() as f64,
         seconds: begin.elapsed().as_secs_f64(),
+        assumed: assumed(&model.config.assumed),
     })
 }
 

@@ -2,16 +2,17 @@
 
 use mlakit::{Device, Dtype, Splits};
 use mlakit_model::decoder::{LayerInput, LayerOptions, LayerOutput, run_layer, run_layer_f64};
-use mlakit_model::{AttentionConfig, AttentionWeights, CheckpointError, InputError};
+use mlakit_model::{AttentionConfig, AttentionWeights, CheckpointError, InputError, ModelConfig};
 use mlakit_serve::MlaDevice;
 use serde::Serialize;
 
 use super::{cache, open};
-use crate::args::{LayerArgs, Precision};
-use crate::case::write::check_path;
+use crate::args::{Format, LayerArgs, Precision};
+use crate::case::write::{check_path, keep_input};
 use crate::case::{Axis, Dims, Table, Tensor, TensorRule, Tensors, read_file, write_file};
 use crate::device::{self, AnyDevice, Environment};
 use crate::failure::Failure;
+use crate::plan::model::assumed;
 use crate::report::{self, Report};
 
 /// What `layer` did.
@@ -22,6 +23,8 @@ pub struct LayerReport {
     rows: usize,
     sequences: usize,
     out: String,
+    #[serde(skip_serializing_if = "serde_json::Map::is_empty")]
+    assumed: serde_json::Map<String, serde_json::Value>,
 }
 
 const TABLE: Table = Table {
@@ -43,36 +46,45 @@ const TABLE: Table = Table {
 ///
 /// # Errors
 /// Files that cannot be read, tensors that do not fit the layer, a layer that is not there or that the device path does not run.
-pub fn command(args: &LayerArgs, environment: &Environment) -> Result<LayerReport, Failure> {
+pub fn command(
+    args: &LayerArgs,
+    environment: &Environment,
+    format: Format,
+) -> Result<LayerReport, Failure> {
     check_path(&args.out)?;
-    let model = open(Some(&args.model))?;
+    keep_input(&args.out, ("--input", &args.input))?;
+    let device = match args.precision {
+        Precision::Bf16 => Some(device::open(&args.device, environment)?),
+        // What it is told of a device must be right, though it needs none.
+        Precision::F64 => {
+            device::check_names(&args.device, None, environment)?;
+            None
+        }
+    };
+    let model = open(Some(&args.model), format)?;
     let layers = model.config.layers.len();
     let layer = model.config.layer(args.layer).ok_or_else(|| {
         Failure::from(mlakit_model::Error::from(InputError::Layer { layer: args.layer, layers }))
     })?;
     let hidden = model.config.hidden_size;
-    let input = read(args, hidden)?;
+    let input = read(args, &model.config)?;
     refuse_selection(args, &layer.attention, &input)?;
     let weights = model
         .checkpoint
         .attention(args.layer, hidden, &layer.attention)
         .map_err(|error: CheckpointError| Failure::from(mlakit_model::Error::from(error)))?;
     let pair = (&layer.attention, &weights);
-    let (output, computed_by) = match args.precision {
-        Precision::F64 => {
-            // What it is told of a device must be right, though it needs none.
-            device::present_facts(&args.device, environment)?;
+    let (output, computed_by) = match &device {
+        None => {
             let by = format!("f64 oracle, {} cache", args.record.name());
             (run_layer_f64(pair, &input, (args.record, args.chunk))?, by)
         }
-        Precision::Bf16 => match device::open(&args.device, environment)? {
-            AnyDevice::Cpu(device) => {
-                (on_device(&device, pair, &input, args)?, { device.facts().to_string() })
-            }
-            AnyDevice::Cuda(device) => {
-                (on_device(&device, pair, &input, args)?, { device.facts().to_string() })
-            }
-        },
+        Some(AnyDevice::Cpu(device)) => {
+            (on_device(device, pair, &input, args)?, device.facts().to_string())
+        }
+        Some(AnyDevice::Cuda(device)) => {
+            (on_device(device, pair, &input, args)?, device.facts().to_string())
+        }
     };
     let shape = vec![input.rows(), hidden];
     let tensor = Tensor::new(Dtype::F32, shape, &output.attn_out);
@@ -83,6 +95,7 @@ pub fn command(args: &LayerArgs, environment: &Environment) -> Result<LayerRepor
         rows: input.rows(),
         sequences: input.q_offsets.len() - 1,
         out: args.out.display().to_string(),
+        assumed: assumed(&model.config.assumed),
     })
 }
 
@@ -126,10 +139,49 @@ fn refuse_selection(
     }
 }
 
-fn read(args: &LayerArgs, hidden: usize) -> Result<LayerInput, Failure> {
+fn read(args: &LayerArgs, config: &ModelConfig) -> Result<LayerInput, Failure> {
     let bytes = read_file(&args.input)?;
     let place = format!("--input {}", args.input.display());
-    parse(&bytes, hidden).map_err(|failure| failure.within(place))
+    let input = parse(&bytes, config.hidden_size).and_then(|input| {
+        check_keys(&input)?;
+        check_positions(&input, config.max_position_embeddings)?;
+        Ok(input)
+    });
+    input.map_err(|failure| failure.within(place))
+}
+
+/// -1 is the one mark for an unused entry.
+fn check_keys(input: &LayerInput) -> Result<(), Failure> {
+    let Some(topk) = &input.topk else { return Ok(()) };
+    let Some(at) = topk.iter().position(|key| *key < -1) else { return Ok(()) };
+    let row = at / input.topk_width().unwrap_or(1).max(1);
+    Err(Failure::input(
+        format!(
+            "tensor `topk`: needed keys from 0, or -1 for none, given {} in row {row}",
+            topk[at]
+        ),
+        "write -1 into entries that are not used",
+    ))
+}
+
+/// A model is not made for positions beyond its own.
+fn check_positions(input: &LayerInput, most: Option<usize>) -> Result<(), Failure> {
+    let Some(most) = most else { return Ok(()) };
+    for (sequence, bounds) in input.q_offsets.windows(2).enumerate() {
+        let first = input.first_position.as_ref().map_or(0, |first| i64::from(first[sequence]));
+        let end = first + i64::from(bounds[1]) - i64::from(bounds[0]);
+        if end > most as i64 {
+            return Err(Failure::input(
+                format!(
+                    "sequence {sequence}: needed positions below {most}, the model's \
+                     `max_position_embeddings`, given {first} to {}",
+                    end - 1
+                ),
+                "give shorter sequences, or lower `first_position`",
+            ));
+        }
+    }
+    Ok(())
 }
 
 /// The input in the bytes of a file.
@@ -140,7 +192,7 @@ pub fn parse(bytes: &[u8], hidden: usize) -> Result<LayerInput, Failure> {
     let tensors = Tensors::read(bytes)?;
     let mut sizes = serde_json::Map::new();
     sizes.insert("hidden_size".into(), hidden.into());
-    let dims: Dims = TABLE.check(&mut sizes, &tensors)?;
+    let dims: Dims = TABLE.check_against("model", &mut sizes, &tensors)?;
     let wide = tensors.find("hidden").is_some_and(|t| t.dtype == safetensors::Dtype::F32);
     let ints = |name: &str| tensors.find(name).map(|_| tensors.values::<i32>(name).into_owned());
     let input = LayerInput {

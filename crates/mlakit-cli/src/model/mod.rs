@@ -1,5 +1,6 @@
 //! The commands on a checkpoint: `run`, `layer`, `eval`.
 
+use std::io::{self, Write};
 use std::path::Path;
 
 use mlakit::op::merge::Partial;
@@ -9,7 +10,7 @@ use mlakit_model::{ModelConfig, ModelFolder, embedded};
 use mlakit_serve::CacheSpec;
 use serde::Serialize;
 
-use crate::args::Attention;
+use crate::args::{Attention, Format};
 use crate::failure::Failure;
 use crate::{machine, plan, report};
 
@@ -23,20 +24,45 @@ const PAGE_SIZE: usize = 64;
 /// Rows of a chunk of a prompt.
 const PROMPT_ROWS: usize = 128;
 
-/// The checkpoint in a folder, or the one that the program carries.
-fn open(dir: Option<&Path>) -> Result<ModelFolder, Failure> {
-    match dir {
+/// The checkpoint in a folder, or the one that the program carries. What its config leaves out is
+/// said.
+fn open(path: Option<&Path>, format: Format) -> Result<ModelFolder, Failure> {
+    let model = read(path)?;
+    note_assumed(&model.config, format);
+    Ok(model)
+}
+
+fn read(path: Option<&Path>) -> Result<ModelFolder, Failure> {
+    match path {
         // Without the feature the program is small and stands beside the repository's data.
         None if cfg!(not(feature = "embedded")) => {
             ModelFolder::open(Path::new("models/tiny-dsa")).map_err(Failure::from)
         }
         None => ModelFolder::from_static(embedded::tiny_dsa()).map_err(Failure::from),
-        Some(dir) if !dir.is_dir() => Err(Failure::input(
-            format!("--model {}: needed a folder", dir.display()),
-            "give a folder with config.json, safetensors and tokenizer.json",
-        )),
-        Some(dir) => ModelFolder::open(dir)
-            .map_err(|error| Failure::from(error).within(format!("--model {}", dir.display()))),
+        Some(path) => {
+            // Who names the config.json means the folder that it is in.
+            let is_config = path.is_file() && path.file_name() == Some("config.json".as_ref());
+            let dir = if is_config { path.parent().unwrap_or(path) } else { path };
+            let dir = if dir.as_os_str().is_empty() { Path::new(".") } else { dir };
+            if !dir.is_dir() {
+                return Err(Failure::input(
+                    format!("--model {}: needed a folder", path.display()),
+                    "give a folder with config.json, safetensors and tokenizer.json",
+                ));
+            }
+            ModelFolder::open(dir)
+                .map_err(|error| Failure::from(error).within(format!("--model {}", path.display())))
+        }
+    }
+}
+
+/// Says on standard error what a config.json leaves out that decides what is computed, before
+/// anything is computed. In JSON it is part of the result.
+fn note_assumed(config: &ModelConfig, format: Format) {
+    let line = plan::model::assumed_line(&plan::model::assumed(&config.assumed));
+    if let (Some(line), Format::Table) = (line, format) {
+        // Nobody reads a closed stderr.
+        let _ = writeln!(io::stderr(), "note: {line}");
     }
 }
 
@@ -47,7 +73,7 @@ fn ensure_cache(
     (batch, tokens): (usize, usize),
 ) -> Result<(), Failure> {
     let tokens = tokens.next_multiple_of(PAGE_SIZE).saturating_mul(batch);
-    let bytes = plan::model::token_bytes(config, record).saturating_mul(tokens);
+    let bytes = plan::model::token_bytes(config, (record, PAGE_SIZE))?.saturating_mul(tokens);
     machine::ensure_memory(&format!("the cache of {tokens} tokens"), bytes)
 }
 

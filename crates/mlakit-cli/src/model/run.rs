@@ -13,6 +13,7 @@ use super::{Owned, PROMPT_ROWS, attention, cache, ensure_cache, ledger, ledger_l
 use crate::args::{Format, RunArgs};
 use crate::device::{self, AnyDevice, Environment};
 use crate::failure::Failure;
+use crate::plan::model::assumed;
 use crate::progress::Progress;
 use crate::report::Report;
 
@@ -29,6 +30,8 @@ pub struct RunReport {
     probe_peak_bytes: usize,
     probe_bytes: usize,
     ledger: Vec<Owned>,
+    #[serde(skip_serializing_if = "serde_json::Map::is_empty")]
+    assumed: serde_json::Map<String, serde_json::Value>,
     #[serde(skip)]
     streamed: bool,
 }
@@ -62,7 +65,9 @@ pub fn command(
             "quote a text of one character or more; a variable that is not set is an empty text",
         ));
     }
-    let model = open(args.model.as_deref())?;
+    // What would run it comes first: without it nothing else matters.
+    let device = device::open(&args.device, environment)?;
+    let model = open(args.model.as_deref(), format)?;
     let tokenizer = model.tokenizer.as_ref().ok_or_else(|| {
         Failure::input("the folder has no tokenizer.json", "add the checkpoint's tokenizer.json")
     })?;
@@ -77,7 +82,7 @@ pub fn command(
     ensure_cache(&model.config, args.record, (ids.len(), longest))?;
     let job = Job { args, model: &model, tokenizer, prompts: &prompts, ids: &ids };
     let stream_text = format == Format::Table;
-    match device::open(&args.device, environment)? {
+    match device {
         AnyDevice::Cpu(device) => job.run(&device, stream_text),
         AnyDevice::Cuda(device) => job.run(&device, stream_text),
     }
@@ -152,6 +157,7 @@ impl Job<'_> {
             probe_peak_bytes: census.peak(Category::Probe),
             probe_bytes: census.live(Category::Probe),
             ledger: ledger(census),
+            assumed: assumed(&self.model.config.assumed),
             streamed,
         }
     }

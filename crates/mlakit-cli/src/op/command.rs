@@ -70,13 +70,15 @@ impl Report for OpReport {
 pub fn command(args: &OpArgs, environment: &Environment) -> Result<impl Report + use<>, Failure> {
     let operation = find(&args.operation)?;
     write::check_path(&args.out)?;
+    write::keep_input(&args.out, ("--case", &args.case))?;
     let bytes = read_file(&args.case)?;
     let place = args.case.display();
     let case = open(&bytes, operation).map_err(|failure| failure.within(&place))?;
     let metadata = case.metadata.clone();
     let replays = args.replay.unwrap_or(0);
     let (device, plan, outcome) = if args.oracle {
-        let facts = device::present_facts(&args.device, environment)?;
+        // The host computes it, with the splits of a plan for whatever these facts describe.
+        let facts = device::facts(&args.device, None, environment)?;
         let exact = (operation.oracle)(case, &facts).map_err(|failure| failure.within(&place))?;
         ("oracle (f64)".to_owned(), None, exact.rounded())
     } else {

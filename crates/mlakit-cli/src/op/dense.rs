@@ -1,7 +1,9 @@
 //! `dense` from a case file.
 
 use half::bf16;
-use mlakit::op::dense::{Dense, DenseArgs, DenseCase, QueryCase, QueryDtype, QueryInput, oracle};
+use mlakit::op::dense::{
+    Dense, DenseArgs, DenseCase, DenseSpec, QueryCase, QueryDtype, QueryInput, oracle,
+};
 use mlakit::op::merge::LseOutput;
 use mlakit::splits::{BLOCK, Budget, Capacity, Division, Splits};
 use mlakit::{Choice, Device, Dtype, E4m3, Element, Error, Input, LseBase, PageGeometry};
@@ -32,6 +34,7 @@ impl CaseOp for Dense {
         equal: &[("heads", "H"), ("qk_width", "K")],
         capacity: &[("max_rows", "R"), ("max_batch", "B"), ("max_table_width", "W")],
     };
+    const DIVIDES: bool = true;
 
     fn derive(spec: &mut Map<String, Value>, tensors: &Tensors<'_>, dims: &Dims) {
         let is_e4m3 = tensors.find("q").is_some_and(|q| q.dtype == FileDtype::F8_E4M3);
@@ -68,20 +71,11 @@ impl CaseOp for Dense {
         Some(spec.pages())
     }
 
-    /// A number of splits that was asked for and is not what the plan has.
+    /// A number of splits that was asked for and is not what the plan has; a table that is too
+    /// narrow for the tokens; why it is not the device's fastest kernel.
     fn notes(spec: &Self::Spec, choice: &Choice) -> Vec<String> {
-        let Splits::Count(asked) = spec.splits else { return Vec::new() };
-        if choice.splits >= asked {
-            return Vec::new();
-        }
-        let unbounded = Capacity { budget: Budget::default(), ..spec.capacity() };
-        let blocks = unbounded.blocks();
-        let why = if blocks <= choice.splits {
-            format!("a row touches at most {blocks} blocks of {BLOCK} tokens")
-        } else {
-            "`budget` allows no more".to_owned()
-        };
-        vec![format!("{asked} splits were asked for, the plan has {}: {why}", choice.splits)]
+        let kernel = choice.note.clone();
+        fewer_splits(spec, choice).into_iter().chain(narrow_table(spec)).chain(kernel).collect()
     }
 
     fn check(call: &Call<'_, Self>) -> Result<(), crate::Failure> {
@@ -162,6 +156,33 @@ impl CaseOp for Dense {
         );
         Exact::numbers(call, vec![result.out, result.lse], result.faults)
     }
+}
+
+fn fewer_splits(spec: &DenseSpec, choice: &Choice) -> Option<String> {
+    let Splits::Count(asked) = spec.splits else { return None };
+    if choice.splits >= asked {
+        return None;
+    }
+    let unbounded = Capacity { budget: Budget::default(), ..spec.capacity() };
+    let blocks = unbounded.blocks();
+    let why = if blocks <= choice.splits {
+        format!("a row touches at most {blocks} blocks of {BLOCK} tokens")
+    } else {
+        "`budget` allows no more".to_owned()
+    };
+    Some(format!("{asked} splits were asked for, the plan has {}: {why}", choice.splits))
+}
+
+/// Lengths are clamped to what the page table covers, so that capacity beyond it is never used.
+fn narrow_table(spec: &DenseSpec) -> Option<String> {
+    let (width, page, tokens) = (spec.max_table_width, spec.page_size, spec.max_kv_tokens);
+    let covered = width.saturating_mul(page);
+    (covered < tokens).then(|| {
+        format!(
+            "`max_kv_tokens` is {tokens}, but `max_table_width` {width} x `page_size` {page} \
+             covers {covered}: longer lengths are clamped to what a table covers"
+        )
+    })
 }
 
 /// An input that only some Specs have.

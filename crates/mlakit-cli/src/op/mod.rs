@@ -2,8 +2,11 @@
 
 use half::bf16;
 use mlakit::op::dense::Dense;
+use mlakit::op::indexer::Indexer;
 use mlakit::op::merge::Merge;
 use mlakit::op::projection::Projection;
+use mlakit::op::selection::Selection;
+use mlakit::op::sparse::Sparse;
 use mlakit::op::writer::Writer;
 use mlakit::scratch::FAULT_NAMES;
 use mlakit::{Choice, Device, Dtype, Error, Op, PageGeometry, Plan, Runs};
@@ -20,10 +23,13 @@ use crate::plan::PlanReport;
 mod command;
 pub mod compare;
 mod dense;
+mod indexer;
 mod merge;
 mod projection;
+mod selection;
 pub mod session;
 pub mod source;
+mod sparse;
 mod spec;
 mod writer;
 
@@ -36,6 +42,8 @@ pub use spec::read_spec;
 pub trait CaseOp: Op {
     /// Its tensors.
     const TABLE: Table;
+    /// Whether its plans divide rows into splits.
+    const DIVIDES: bool = false;
 
     /// Fields that are absent and follow from the tensors in another way than the table says.
     fn derive(_spec: &mut Map<String, Value>, _tensors: &Tensors<'_>, _dims: &Dims) {}
@@ -43,6 +51,10 @@ pub trait CaseOp: Op {
     fn optional(spec: &Self::Spec) -> Vec<Optional>;
     /// The cache that it reads or writes.
     fn pages(_spec: &Self::Spec) -> Option<PageGeometry> {
+        None
+    }
+    /// The cache of a second scope that it reads.
+    fn extra_pages(_spec: &Self::Spec) -> Option<PageGeometry> {
         None
     }
     /// What neither the table nor the Spec can check.
@@ -196,8 +208,15 @@ impl Exact {
 }
 
 /// The operations, in the order of the format.
-pub const OPERATIONS: [Operation; 4] =
-    [of::<Dense>(), of::<Merge>(), of::<Writer>(), of::<Projection>()];
+pub const OPERATIONS: [Operation; 7] = [
+    of::<Dense>(),
+    of::<Sparse>(),
+    of::<Indexer>(),
+    of::<Selection>(),
+    of::<Merge>(),
+    of::<Writer>(),
+    of::<Projection>(),
+];
 
 const fn of<O: CaseOp>() -> Operation
 where
@@ -328,17 +347,24 @@ impl<'c, O: CaseOp> Call<'c, O> {
     }
 
     fn check_pages(&self) -> Result<(), Failure> {
-        let Some(geometry) = O::pages(&self.spec) else { return Ok(()) };
-        let (needed, given) = (geometry.payload_bytes(), self.dims.of("page_bytes"));
-        if given >= needed {
-            return Ok(());
+        let caches = [
+            ("cache", O::pages(&self.spec), "page_bytes"),
+            ("extra_cache", O::extra_pages(&self.spec), "extra_page_bytes"),
+        ];
+        for (name, geometry, bytes) in caches {
+            let Some(geometry) = geometry else { continue };
+            let (needed, given) = (geometry.payload_bytes(), self.dims.of(bytes));
+            if given < needed {
+                return Err(Failure::input(
+                    format!(
+                        "tensor `{name}`: needed {needed} bytes a page or more ({geometry}), \
+                         given {given}"
+                    ),
+                    "compare `record`, `page_size` and the widths in the spec with the cache",
+                ));
+            }
         }
-        Err(Failure::input(
-            format!(
-                "tensor `cache`: needed {needed} bytes a page or more ({geometry}), given {given}"
-            ),
-            "compare `record`, `page_size` and the widths in the spec with the cache",
-        ))
+        Ok(())
     }
 
     fn check_scales(&self) -> Result<(), Failure> {

@@ -1,8 +1,8 @@
 //! A call on a device: prepared once, run eagerly, captured and replayed.
 
-use mlakit::{Device, Graph, Lane, Plan, Prepared, Runs, Stream};
+use mlakit::{Device, Graph, Lane, PageGeometry, Plan, Prepared, Runs, Stream};
 
-use super::source::{Operands, Recording, SlotKeys};
+use super::source::{CACHE, EXTRA_CACHE, Operands, Recording, SlotKeys};
 use super::{Call, CaseOp, Outcome};
 use crate::failure::Failure;
 use crate::machine;
@@ -21,6 +21,13 @@ pub struct Captured<D: Device> {
     keys: SlotKeys<D>,
 }
 
+/// The caches of a Spec, by name.
+fn pools<O: CaseOp>(spec: &O::Spec) -> impl Iterator<Item = (&'static str, PageGeometry)> {
+    let main = O::pages(spec).map(|geometry| (CACHE, geometry));
+    let extra = O::extra_pages(spec).map(|geometry| (EXTRA_CACHE, geometry));
+    main.into_iter().chain(extra)
+}
+
 impl<'s, O: CaseOp, D: Runs<O>> Session<'s, O, D> {
     /// Plans, prepares, and copies the cache to the device.
     ///
@@ -34,7 +41,7 @@ impl<'s, O: CaseOp, D: Runs<O>> Session<'s, O, D> {
         let plan = Plan::<O>::for_device::<D>(&call.spec, device.facts())?;
         // Preparing has scratch and a few pages of its own, and copies of both on the host.
         machine::ensure_memory("scratch", plan.scratch_bytes().saturating_mul(3))?;
-        if let Some(geometry) = O::pages(&call.spec) {
+        for (_, geometry) in pools::<O>(&call.spec) {
             let pages = geometry.payload_bytes().saturating_mul(8);
             machine::ensure_memory("pages of the size that the spec gives", pages)?;
         }
@@ -42,8 +49,8 @@ impl<'s, O: CaseOp, D: Runs<O>> Session<'s, O, D> {
         let mut stream = device.stream(caller)?;
         let lane = Lane::new(device, "case", &[plan.scratch_bytes()])?;
         let mut operands = Operands::new(device, &call.tensors, lane);
-        if let Some(geometry) = O::pages(&call.spec) {
-            operands.add_pool(&mut stream, geometry)?;
+        for pool in pools::<O>(&call.spec) {
+            operands.add_pool(&mut stream, pool)?;
         }
         Ok(Self { call, prepared, stream, operands })
     }
@@ -72,8 +79,8 @@ impl<'s, O: CaseOp, D: Runs<O>> Session<'s, O, D> {
             let args = O::args(call, &mut source)?;
             prepared.bind(args)?.run(recorder)
         })?;
-        if let (Some(view), Some((pool, _))) = (keys.view, &self.operands.pool) {
-            graph.bind(&mut self.stream, view, pool)?;
+        for ((_, view), pool) in keys.views.iter().zip(&self.operands.pools) {
+            graph.bind(&mut self.stream, *view, &pool.pages)?;
         }
         Ok(Captured { graph, keys })
     }
@@ -86,7 +93,7 @@ impl<'s, O: CaseOp, D: Runs<O>> Session<'s, O, D> {
         let Captured { graph, keys } = captured;
         keys.fill(graph, &mut self.stream, &self.call.tensors)?;
         self.stream.wait()?;
-        self.operands.restore_pool()?;
+        self.operands.restore_pools()?;
         self.operands.lane.clear_faults()?;
         graph.replay(&mut self.stream)?.wait(&mut self.stream)?;
         self.outcome(|name| keys.read(name, graph))

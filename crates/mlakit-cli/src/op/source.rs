@@ -82,6 +82,8 @@ pub trait Source<D: Device> {
     ) -> Result<Output<'static, T, D>, Error>;
     /// The pages, to be read.
     fn cache(&mut self) -> Result<Cache<'static, D>, Error>;
+    /// The pages of a second scope, to be read.
+    fn extra_cache(&mut self) -> Result<Cache<'static, D>, Error>;
     /// The pages, to be written.
     fn cache_mut(&mut self) -> Result<CacheMut<'static, D>, Error>;
     /// The scratch.
@@ -99,11 +101,23 @@ pub struct Operands<'c, D: Device> {
     device: D,
     tensors: &'c Tensors<'c>,
     held: Vec<Held<D>>,
-    /// The pages and the view of them, where the operation has a cache.
-    pub(super) pool: Option<(Pages<D>, PoolView<D>)>,
+    /// The caches of the operation.
+    pub(super) pools: Vec<Pool<D>>,
     /// The scratch.
     pub(super) lane: Lane<D>,
 }
+
+/// A cache of a case: its name, its pages, and the view of them.
+pub(super) struct Pool<D: Device> {
+    pub(super) name: &'static str,
+    pub(super) pages: Pages<D>,
+    view: PoolView<D>,
+}
+
+/// The names of the caches that a case may have.
+pub(super) const CACHE: &str = "cache";
+/// That of a second scope.
+pub(super) const EXTRA_CACHE: &str = "extra_cache";
 
 struct Held<D: Device> {
     name: &'static str,
@@ -196,31 +210,38 @@ impl<T: Element, D: Device> ErasedSlot<D> for TypedSlot<T> {
 impl<'c, D: Device> Operands<'c, D> {
     /// No operands yet; they are made when an operation names them.
     pub fn new(device: &D, tensors: &'c Tensors<'c>, lane: Lane<D>) -> Self {
-        Self { device: device.clone(), tensors, held: Vec::new(), pool: None, lane }
+        Self { device: device.clone(), tensors, held: Vec::new(), pools: Vec::new(), lane }
     }
 
-    /// Pages with the contents of the case's `cache`.
+    /// Pages with the contents of one of the case's caches.
     pub fn add_pool(
         &mut self,
         stream: &mut Stream<'_, D>,
-        geometry: PageGeometry,
+        (name, geometry): (&'static str, PageGeometry),
     ) -> Result<(), Error> {
-        let cache = self.tensors.find("cache").ok_or_else(|| unknown("cache"))?;
+        let cache = self.tensors.find(name).ok_or_else(|| unknown(name))?;
         let (pages, stride) = (cache.shape[0], cache.shape[1]);
         let mut pool = Pages::with_stride(&self.device, "case", geometry, (pages, stride))?;
         pool.write((0, 0), &cache.bytes)?;
         let mut view = PoolView::new(&self.device, "case", geometry)?;
         view.bind(stream, &pool)?;
-        self.pool = Some((pool, view));
+        self.pools.push(Pool { name, pages: pool, view });
         Ok(())
     }
 
-    /// Writes the case's `cache` into the pages again.
-    pub fn restore_pool(&mut self) -> Result<(), Error> {
-        match (&mut self.pool, self.tensors.find("cache")) {
-            (Some((pool, _)), Some(cache)) => pool.write((0, 0), &cache.bytes),
-            _ => Ok(()),
+    /// Writes the case's caches into the pages again.
+    pub fn restore_pools(&mut self) -> Result<(), Error> {
+        for pool in &mut self.pools {
+            if let Some(cache) = self.tensors.find(pool.name) {
+                pool.pages.write((0, 0), &cache.bytes)?;
+            }
         }
+        Ok(())
+    }
+
+    fn view(&self, name: &'static str) -> Result<&PoolView<D>, Error> {
+        let pool = self.pools.iter().find(|pool| pool.name == name);
+        pool.map(|pool| &pool.view).ok_or_else(|| unknown(name))
     }
 
     /// The contents of an output; `cache` is the pages.
@@ -232,10 +253,10 @@ impl<'c, D: Device> Operands<'c, D> {
     }
 
     fn read_pool(&self, name: &'static str) -> Result<Vec<u8>, Error> {
-        let (pool, _) =
-            self.pool.as_ref().filter(|_| name == "cache").ok_or_else(|| unknown(name))?;
-        let mut bytes = vec![0; pool.pages() * pool.page_stride_bytes()];
-        pool.read((0, 0), &mut bytes)?;
+        let pool = self.pools.iter().find(|pool| pool.name == name);
+        let pages = &pool.ok_or_else(|| unknown(name))?.pages;
+        let mut bytes = vec![0; pages.pages() * pages.page_stride_bytes()];
+        pages.read((0, 0), &mut bytes)?;
         Ok(bytes)
     }
 
@@ -247,11 +268,11 @@ impl<'c, D: Device> Operands<'c, D> {
             let slot = held.buffer.slot(held.name, &mut slots)?;
             keys.push(HeldSlot { name: held.name, output: held.output, slot });
         }
-        let view = match &self.pool {
-            Some((pool, _)) => Some(slots.view("cache", pool.geometry())?),
-            None => None,
-        };
-        Ok((slots, SlotKeys { keys, view }))
+        let mut views = Vec::with_capacity(self.pools.len());
+        for pool in &self.pools {
+            views.push((pool.name, slots.view(pool.name, pool.pages.geometry())?));
+        }
+        Ok((slots, SlotKeys { keys, views }))
     }
 }
 
@@ -285,11 +306,15 @@ impl<D: Device> Source<D> for Operands<'_, D> {
     }
 
     fn cache(&mut self) -> Result<Cache<'static, D>, Error> {
-        self.pool.as_ref().map(|(_, view)| view.lease()).ok_or_else(|| unknown("cache"))
+        Ok(self.view(CACHE)?.lease())
+    }
+
+    fn extra_cache(&mut self) -> Result<Cache<'static, D>, Error> {
+        Ok(self.view(EXTRA_CACHE)?.lease())
     }
 
     fn cache_mut(&mut self) -> Result<CacheMut<'static, D>, Error> {
-        self.pool.as_ref().map(|(_, view)| view.lease_mut()).ok_or_else(|| unknown("cache"))
+        Ok(self.view(CACHE)?.lease_mut())
     }
 
     fn scratch(&mut self) -> Scratch<'static, D> {
@@ -306,8 +331,8 @@ struct HeldSlot<D: Device> {
 /// The names of the slots of a graph that stand for the buffers of a call.
 pub struct SlotKeys<D: Device> {
     keys: Vec<HeldSlot<D>>,
-    /// The view that stands for the pages.
-    pub(super) view: Option<ViewKey>,
+    /// The views that stand for the pages, by the names of the caches.
+    pub(super) views: Vec<(&'static str, ViewKey)>,
 }
 
 impl<D: Device> SlotKeys<D> {
@@ -331,6 +356,11 @@ impl<D: Device> SlotKeys<D> {
     pub fn read(&self, name: &str, graph: &Graph<D>) -> Option<Result<Vec<u8>, Error>> {
         let held = self.keys.iter().find(|held| held.output && held.name == name)?;
         Some(held.slot.read(graph))
+    }
+
+    fn view(&self, name: &'static str) -> Result<ViewKey, Error> {
+        let view = self.views.iter().find(|(of, _)| *of == name);
+        view.map(|(_, key)| *key).ok_or_else(|| unknown(name))
     }
 
     fn key<T: 'static>(&self, name: &'static str) -> Result<Key<T>, Error> {
@@ -368,11 +398,15 @@ impl<D: Device> Source<D> for Recording<'_, '_, D> {
     }
 
     fn cache(&mut self) -> Result<Cache<'static, D>, Error> {
-        self.recorder.cache(self.keys.view.ok_or_else(|| unknown("cache"))?)
+        self.recorder.cache(self.keys.view(CACHE)?)
+    }
+
+    fn extra_cache(&mut self) -> Result<Cache<'static, D>, Error> {
+        self.recorder.cache(self.keys.view(EXTRA_CACHE)?)
     }
 
     fn cache_mut(&mut self) -> Result<CacheMut<'static, D>, Error> {
-        self.recorder.cache_mut(self.keys.view.ok_or_else(|| unknown("cache"))?)
+        self.recorder.cache_mut(self.keys.view(CACHE)?)
     }
 
     fn scratch(&mut self) -> Scratch<'static, D> {

@@ -6,10 +6,11 @@ use serde_json::{Map, Value};
 use crate::failure::Failure;
 
 /// What a field must be, where its type alone does not say it. The `splits` of a merge are a number.
-const FORMS: [(&str, &str); 7] = [
+const FORMS: [(&str, &str); 8] = [
     ("splits", "`\"auto\"`, `{\"count\": n}` or `{\"fixed_tokens\": n}`"),
     ("budget", "`{\"max_splits\": n, \"max_partial_rows\": n}`, both optional"),
     ("record", "`\"bf16\"` or `\"e4m3\"`"),
+    ("selection", "`\"positions\"` or `\"slots\"`"),
     ("query", "`\"bf16\"` or `\"e4m3\"`"),
     ("partial", "`\"bf16\"` or `\"f32\"`"),
     ("output", "`\"bf16\"` or `\"f32\"`"),
@@ -41,6 +42,10 @@ pub fn read_spec<O: Op>(fields: Map<String, Value>) -> Result<O::Spec, Failure> 
 /// What a value must be that has the wrong type, or no name that it may be; `None` for an error
 /// that says it itself.
 fn needed((op, path): (&str, &str), error: &str) -> Option<&'static str> {
+    // A number that the text has and 32 bits do not.
+    if error.starts_with("number: needed a finite f32") {
+        return Some("a number that 32 bits hold (below 3.4e38)");
+    }
     let wrong = ["invalid type:", "invalid value:", "unknown variant"];
     if !wrong.iter().any(|start| error.starts_with(start)) {
         return None;
@@ -101,6 +106,17 @@ mod tests {
             ("heads", json!(1.5), format!("`heads`: needed {whole}, given 1.5")),
             ("heads", json!(null), format!("`heads`: needed {whole}, given null")),
             ("softmax_scale", json!([]), "`softmax_scale`: needed a number, given []".into()),
+            (
+                "softmax_scale",
+                json!(1e39),
+                "needed a number that 32 bits hold (below 3.4e38), given 1e+39".into(),
+            ),
+            ("softmax_scale", json!(-1), "softmax_scale: needed above 0, given -1".into()),
+            (
+                "budget",
+                json!({"max_splits": 0}),
+                "budget.max_splits: needed 1 or more, given 0".into(),
+            ),
             ("row_lengths", json!(1), "`row_lengths`: needed true or false, given 1".into()),
             ("splits", json!(4), "`splits`: needed `\"auto\"`, `{\"count\": n}`".into()),
             ("splits", json!("all"), "given \"all\"".into()),

@@ -1,9 +1,9 @@
 //! `writer` from a case file.
 
 use half::bf16;
-use mlakit::op::writer::{Writer, WriterArgs, WriterCase, oracle};
+use mlakit::op::writer::{Writer, WriterArgs, WriterCase, WriterInput, oracle};
 use mlakit::scratch::Fault;
-use mlakit::{Choice, Device, Dtype, Error, PageGeometry};
+use mlakit::{Choice, Device, Dtype, Error, PageGeometry, RecordFormat};
 use serde_json::{Map, Value};
 
 use super::dense::given;
@@ -12,35 +12,51 @@ use super::{Call, CaseOp, Exact, Expected, Optional, Values};
 use crate::Failure;
 use crate::case::{Axis, Dims, Table, TensorRule, Tensors};
 
+/// The width of tokens that no tensor has.
+const MISSING_WIDTH: usize = 512;
+
 impl CaseOp for Writer {
     const TABLE: Table = Table {
         inputs: &[
-            TensorRule::needed("latent", &[Dtype::Bf16], &[Axis::Of("N"), Axis::Of("L")]),
+            TensorRule::optional("latent", &[Dtype::Bf16], &[Axis::Of("N"), Axis::Of("L")]),
             TensorRule::optional("rope", &[Dtype::Bf16], &[Axis::Of("N"), Axis::Of("r")]),
+            TensorRule::optional("key", &[Dtype::Bf16], &[Axis::Of("N"), Axis::Of("D")]),
             TensorRule::needed("slots", &[Dtype::I64], &[Axis::Of("M")]),
             TensorRule::needed("cache", &[Dtype::U8], &[Axis::Of("P"), Axis::Of("page_bytes")]),
             TensorRule::optional("kv_scale", &[Dtype::F32], &[Axis::Exactly(1)]),
         ],
-        equal: &[("latent_width", "L"), ("rope_width", "r")],
+        equal: &[("latent_width", "L"), ("rope_width", "r"), ("key_width", "D")],
         capacity: &[("max_rows", "M")],
     };
 
-    fn derive(spec: &mut Map<String, Value>, _: &Tensors<'_>, _: &Dims) {
-        spec.entry("rope_width").or_insert_with(|| 0.into());
+    fn derive(spec: &mut Map<String, Value>, tensors: &Tensors<'_>, _: &Dims) {
+        // Where tokens are missing, or there are some that do not belong to the record, the spec shall stand all the same: then the error
+        // is about the tensor, by name.
+        let name = spec.get("record").and_then(Value::as_str).unwrap_or_default();
+        let is_index = RecordFormat::parse(name).is_ok_and(RecordFormat::is_index);
+        let (own, other) = if is_index {
+            ("key_width", &[("latent", "latent_width"), ("rope", "rope_width")][..])
+        } else {
+            ("latent_width", &[("key", "key_width")][..])
+        };
+        spec.entry(own).or_insert_with(|| MISSING_WIDTH.into());
+        for (_, width) in other.iter().filter(|(tensor, _)| tensors.find(tensor).is_some()) {
+            spec.remove(*width);
+        }
     }
 
     fn optional(spec: &Self::Spec) -> Vec<Optional> {
+        let because = "the spec's `record` decides";
+        let is_index = spec.record.is_index();
         vec![
+            Optional { name: "latent", wanted: !is_index, because },
+            Optional { name: "key", wanted: is_index, because },
             Optional {
                 name: "rope",
                 wanted: spec.rope_width > 0,
                 because: "the spec's `rope_width` decides",
             },
-            Optional {
-                name: "kv_scale",
-                wanted: spec.record.is_scaled(),
-                because: "the spec's `record` decides",
-            },
+            Optional { name: "kv_scale", wanted: spec.record.is_scaled(), because },
         ]
     }
 
@@ -55,7 +71,7 @@ impl CaseOp for Writer {
         }
         Err(Failure::input(
             format!("tensor `slots`: needed I64 [M], M <= N={rows}, given I64 [{slots}]"),
-            "give a slot for each token of `latent`, or for the first ones",
+            "give a slot for each token, or for the first ones",
         ))
     }
 
@@ -69,9 +85,16 @@ impl CaseOp for Writer {
         source: &mut S,
     ) -> Result<WriterArgs<'static, D>, Error> {
         let (spec, plain) = (&call.spec, Lying::default());
+        let tokens = if spec.record.is_index() {
+            WriterInput::Key(source.input("key", plain)?)
+        } else {
+            WriterInput::Latent {
+                latent: source.input("latent", plain)?,
+                rope: given(spec.rope_width > 0, "rope", source)?,
+            }
+        };
         Ok(WriterArgs {
-            latent: source.input("latent", plain)?,
-            rope: given(spec.rope_width > 0, "rope", source)?,
+            tokens,
             slots: source.input("slots", plain)?,
             cache: source.cache_mut()?,
             kv_scale: given(spec.record.is_scaled(), "kv_scale", source)?,
@@ -81,7 +104,8 @@ impl CaseOp for Writer {
 
     fn oracle(call: &Call<'_, Self>, _: &Choice) -> Exact {
         let tensors = &call.tensors;
-        let (latent, rope) = (tensors.values::<bf16>("latent"), tensors.values::<bf16>("rope"));
+        let first = if call.spec.record.is_index() { "key" } else { "latent" };
+        let (latent, rope) = (tensors.values::<bf16>(first), tensors.values::<bf16>("rope"));
         let slots = tensors.values::<i64>("slots");
         let case = WriterCase {
             latent: &latent,

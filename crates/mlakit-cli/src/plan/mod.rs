@@ -26,14 +26,15 @@ pub struct PlanReport {
     spec: Value,
     /// The kernel.
     kernel: &'static str,
-    /// Parts that a row may be divided into.
-    splits: usize,
+    /// Parts that a row may be divided into; absent for an operation that divides none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    splits: Option<usize>,
     /// Where it is not what the Spec asked for.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     notes: Vec<String>,
-    /// The regions behind the fault block.
+    /// The fault block and the regions behind it.
     scratch: Vec<RegionSpec>,
-    /// The fault block and the regions, each aligned.
+    /// All of them, each aligned.
     scratch_bytes: usize,
     /// What `prepare` compiles for a GPU, and what each takes of a multiprocessor.
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -47,9 +48,9 @@ impl PlanReport {
             planned_for: plan.planned_for().to_owned(),
             spec: serde_json::to_value(plan.spec()).unwrap_or(Value::Null),
             kernel: plan.choice().kernel,
-            splits: plan.choice().splits,
+            splits: O::DIVIDES.then_some(plan.choice().splits),
             notes: O::notes(plan.spec(), plan.choice()),
-            scratch: plan.scratch().to_vec(),
+            scratch: [&[RegionSpec::new("fault_block", FAULT_BYTES)], plan.scratch()].concat(),
             scratch_bytes: plan.scratch_bytes(),
             kernels: Vec::new(),
         }
@@ -67,8 +68,8 @@ impl PlanReport {
 
     /// What was chosen, by name.
     pub fn choices(&self) -> Vec<(&'static str, String)> {
-        let mut choices =
-            vec![("kernel", self.kernel.to_owned()), ("splits", self.splits.to_string())];
+        let mut choices = vec![("kernel", self.kernel.to_owned())];
+        choices.extend(self.splits.map(|splits| ("splits", splits.to_string())));
         choices.extend(self.notes.iter().map(|note| ("note", note.clone())));
         choices
     }
@@ -78,8 +79,8 @@ impl PlanReport {
         let row = |name: &str, bytes: usize| {
             vec![name.to_owned(), bytes.to_string(), report::bytes(bytes)]
         };
-        let mut rows = vec![row("fault_block", FAULT_BYTES)];
-        rows.extend(self.scratch.iter().map(|region| row(region.name, region.bytes)));
+        let mut rows: Vec<_> =
+            self.scratch.iter().map(|region| row(region.name, region.bytes)).collect();
         rows.push(row("total, each aligned", self.scratch_bytes));
         report::table(&["scratch", "bytes", ""], &[1], rows)
     }
@@ -155,8 +156,9 @@ pub fn command(args: &PlanArgs, environment: &Environment) -> Result<impl Report
             Ok(Planned::Operation { operation: operation.name, plan })
         }
         (_, _, Some(config)) => {
-            let question = model::Question::from(args);
-            Ok(Planned::Model(Box::new(model::plan(config, &question)?)))
+            device::check_names(&args.device, args.gpu.as_deref(), environment)?;
+            let report = model::plan(config, &model::Question::from(args))?;
+            Ok(Planned::Model(Box::new(report.noting(without_effect(args)))))
         }
         _ => Err(Failure::input(
             "plan: needed --op with --spec, or --config, given neither",
@@ -165,9 +167,28 @@ pub fn command(args: &PlanArgs, environment: &Environment) -> Result<impl Report
     }
 }
 
+/// What was said of a device, on which the memory of a model does not depend.
+fn without_effect(args: &PlanArgs) -> Option<String> {
+    let flags = [
+        ("--device", args.device.device.is_some()),
+        ("--gpu", args.gpu.is_some()),
+        ("--ordinal", args.device.ordinal.is_some()),
+        ("--isa", args.device.isa.is_some()),
+        ("--threads", args.device.threads.is_some()),
+    ];
+    let given: Vec<_> = flags.iter().filter(|(_, given)| *given).map(|(flag, _)| *flag).collect();
+    (!given.is_empty()).then(|| {
+        format!("{}: without effect, these bytes are the same on every device", given.join(", "))
+    })
+}
+
 /// The Spec itself, or the contents of the file behind `@`.
 fn spec_text(text: &str) -> Result<String, Failure> {
     let Some(path) = text.strip_prefix('@') else { return Ok(text.to_owned()) };
+    if path.is_empty() {
+        let text = "--spec @: needed the name of a file behind @, given nothing";
+        return Err(Failure::input(text, "give --spec @FILE, or the JSON object itself"));
+    }
     String::from_utf8(read_file(path.as_ref())?).map_err(|_| {
         Failure::input(format!("--spec @{path}: not UTF-8 text"), "give a file with a JSON object")
     })

@@ -1,12 +1,15 @@
 //! What the cache of a model takes, and how many tokens fit beside its weights.
 
+use std::fmt;
 use std::path::Path;
 
-use mlakit::{PageGeometry, RecordFormat, RecordLayout};
+use mlakit::{Error, PageGeometry, RecordFormat, RecordLayout};
 use mlakit_model::ModelConfig;
+use mlakit_model::config::{AssumedKey, AttentionConfig, Quantization};
 use serde::Serialize;
+use serde_json::{Map, Value};
 
-use super::weights;
+use super::weights::{self, Weights};
 use crate::args::PlanArgs;
 use crate::failure::Failure;
 use crate::report::{self, Report};
@@ -20,8 +23,8 @@ pub struct Question {
     pub tp: usize,
     /// Memory of each.
     pub memory_gib: Option<f64>,
-    /// Bits of a weight.
-    pub weight_bits: usize,
+    /// Bits of every weight, instead of what the config says.
+    pub weight_bits: Option<usize>,
     /// The record format that is counted with.
     pub record: RecordFormat,
     /// Tokens of a page.
@@ -34,7 +37,7 @@ impl From<&PlanArgs> for Question {
             heads: args.heads,
             tp: args.tp.unwrap_or(1),
             memory_gib: args.memory_gib,
-            weight_bits: args.weight_bits.unwrap_or(16),
+            weight_bits: args.weight_bits,
             record: args.record.unwrap_or_default(),
             page_size: args.page_size.unwrap_or(64),
         }
@@ -51,9 +54,10 @@ pub struct ModelReport {
     tp: usize,
     /// Elements of the first layer's records.
     record_width: usize,
-    /// For each record format.
+    /// For each record format that the model can have.
     cache: Vec<CacheBytes>,
-    weight_bits: usize,
+    /// How weights are stored.
+    stored: String,
     weights: Vec<WeightBytes>,
     /// On each device.
     weight_bytes: u128,
@@ -61,6 +65,11 @@ pub struct ModelReport {
     fit: Option<Fit>,
     counted: &'static str,
     not_counted: &'static str,
+    /// Keys that the config leaves out, and what stands for them.
+    #[serde(skip_serializing_if = "Map::is_empty")]
+    assumed: Map<String, Value>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    notes: Vec<String>,
 }
 
 /// What a token takes in one record format.
@@ -105,7 +114,8 @@ const NOT_COUNTED: &str =
 /// weights that do not fit.
 pub fn plan(path: &Path, question: &Question) -> Result<ModelReport, Failure> {
     let path = if path.is_dir() { path.join("config.json") } else { path.to_path_buf() };
-    let config = ModelConfig::from_file(&path)?;
+    let config =
+        ModelConfig::from_file(&path).map_err(|error| Failure::from(error).within("--config"))?;
     answer(config, question)
 }
 
@@ -120,14 +130,17 @@ fn answer(mut config: ModelConfig, question: &Question) -> Result<ModelReport, F
             "choose --tp so that every device has as many heads",
         ));
     }
-    let weights: Vec<WeightBytes> = weights::count(&config)
-        .into_iter()
-        .map(|(what, count)| {
-            let elements = count.each(question.tp);
-            WeightBytes { what, elements, bytes: bytes_of(elements, question.weight_bits) }
+    let counts = weights::count(&config);
+    let stored = Stored::of(&config, question);
+    let weights: Vec<WeightBytes> = counts
+        .iter()
+        .map(|weights| {
+            let elements = weights.elements().each(question.tp);
+            WeightBytes { what: weights.what, elements, bytes: stored.bytes(weights, question.tp) }
         })
         .filter(|weight| weight.elements > 0)
         .collect();
+    let notes = [stored.note(&config), uneven(&counts, question.tp)];
     let weight_bytes = weights.iter().map(|weight| weight.bytes).sum();
     let fit = question.memory_gib.map(|gib| Fit::of(&config, question, (gib, weight_bytes)));
     Ok(ModelReport {
@@ -136,37 +149,147 @@ fn answer(mut config: ModelConfig, question: &Question) -> Result<ModelReport, F
         heads: first.heads / question.tp,
         tp: question.tp,
         record_width: first.cache_width(),
-        cache: RecordFormat::ALL.map(|record| CacheBytes::of(&config, record)).into(),
-        weight_bits: question.weight_bits,
+        cache: cache_bytes(&config),
+        stored: stored.to_string(),
         weights,
         weight_bytes,
         fit: fit.transpose()?,
         counted: COUNTED,
         not_counted: NOT_COUNTED,
+        assumed: assumed(&config.assumed),
+        notes: notes.into_iter().flatten().collect(),
     })
+}
+
+/// How weights are stored.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Stored {
+    /// Each in so many bits.
+    Bits(usize),
+    /// Matrices in FP8 with F32 scales of blocks, the rest in BF16.
+    Fp8 { block: Option<[usize; 2]> },
+}
+
+impl Stored {
+    fn of(config: &ModelConfig, question: &Question) -> Self {
+        match (question.weight_bits, &config.quantization) {
+            (Some(bits), _) => Self::Bits(bits),
+            (None, Some(form)) if form.is_fp8() => Self::Fp8 { block: form.block },
+            (None, _) => Self::Bits(16),
+        }
+    }
+
+    /// On each of `devices`.
+    fn bytes(self, weights: &Weights, devices: usize) -> u128 {
+        let elements = weights.elements().each(devices);
+        match self {
+            Self::Bits(bits) => bytes_of(elements, bits),
+            Self::Fp8 { block } => {
+                let matrices = weights.quantised().each(devices);
+                let scales = weights.scales(block).each(devices);
+                matrices + 4 * scales + 2 * (elements - matrices)
+            }
+        }
+    }
+
+    /// What of the config's `quantization_config` is not in the numbers.
+    fn note(self, config: &ModelConfig) -> Option<String> {
+        let Quantization { method, plain_modules, .. } = config.quantization.as_ref()?;
+        let plain: Vec<_> = plain_modules.iter().filter(|module| *module != "lm_head").collect();
+        match self {
+            Self::Bits(bits) => Some(format!(
+                "`quantization_config` says `{method}`; each weight is counted as {bits} bits, \
+                 which --weight-bits sets"
+            )),
+            Self::Fp8 { .. } if plain.is_empty() => None,
+            Self::Fp8 { .. } => {
+                Some(format!("counted in FP8, though `modules_to_not_convert` names {plain:?}"))
+            }
+        }
+    }
+}
+
+impl fmt::Display for Stored {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Bits(bits) => write!(f, "{bits} bits each"),
+            Self::Fp8 { block: Some([rows, columns]) } => {
+                write!(f, "matrices fp8, an F32 scale for each {rows} x {columns}; the rest BF16")
+            }
+            Self::Fp8 { block: None } => {
+                f.write_str("matrices fp8, an F32 scale each; the rest BF16")
+            }
+        }
+    }
+}
+
+/// What devices cannot share evenly is counted as on the one that has the most.
+fn uneven(counts: &[Weights], devices: usize) -> Option<String> {
+    let odd: Vec<_> = counts.iter().filter(|w| !w.elements().is_even(devices)).collect();
+    let names: Vec<_> = odd.iter().map(|weights| weights.what).collect();
+    (!names.is_empty())
+        .then(|| format!("{devices} devices cannot share evenly: {}; rounded up", names.join(", ")))
+}
+
+/// Keys and values as an object.
+pub fn assumed(keys: &[AssumedKey]) -> Map<String, Value> {
+    keys.iter().map(|AssumedKey { key, value }| (key.clone(), value.clone())).collect()
+}
+
+/// Keys and values as a line; `None` where there are none.
+pub fn assumed_line(keys: &Map<String, Value>) -> Option<String> {
+    let pairs: Vec<_> = keys.iter().map(|(key, value)| format!("{key} = {value}")).collect();
+    (!pairs.is_empty()).then(|| {
+        format!("config.json leaves out keys; assumed, as in transformers: {}", pairs.join(", "))
+    })
+}
+
+impl ModelReport {
+    /// With more notes.
+    pub fn noting(mut self, notes: impl IntoIterator<Item = String>) -> Self {
+        self.notes.extend(notes);
+        self
+    }
 }
 
 fn bytes_of(elements: u128, bits: usize) -> u128 {
     (elements * bits as u128).div_ceil(8)
 }
 
-fn record_bytes(format: RecordFormat, width: usize) -> usize {
-    RecordLayout { format, width }.bytes()
+fn record_bytes(
+    attention: &AttentionConfig,
+    (format, page_size): (RecordFormat, usize),
+) -> Result<usize, Error> {
+    let (latent, rope) = (attention.kv_lora_rank, attention.qk_rope_head_dim);
+    format.check_parts(latent, rope)?;
+    let record = RecordLayout::of(format, latent, rope);
+    PageGeometry { record, page_size }.check()?;
+    Ok(record.bytes())
 }
 
 /// Bytes of a token in the caches of all layers.
-pub fn token_bytes(config: &ModelConfig, format: RecordFormat) -> usize {
-    config.layers.iter().map(|layer| record_bytes(format, layer.attention.cache_width())).sum()
+///
+/// # Errors
+/// A format that cannot store the tokens of some layer.
+pub fn token_bytes(config: &ModelConfig, record: (RecordFormat, usize)) -> Result<usize, Error> {
+    config.layers.iter().map(|layer| record_bytes(&layer.attention, record)).sum()
+}
+
+/// For each format of attention that the model can have.
+fn cache_bytes(config: &ModelConfig) -> Vec<CacheBytes> {
+    let formats = RecordFormat::ALL.into_iter().filter(|format| !format.is_index());
+    formats.filter_map(|format| CacheBytes::of(config, format)).collect()
 }
 
 impl CacheBytes {
-    fn of(config: &ModelConfig, format: RecordFormat) -> Self {
-        let width = config.layers[0].attention.cache_width();
-        Self {
+    /// Nothing where the format is not for this model.
+    fn of(config: &ModelConfig, format: RecordFormat) -> Option<Self> {
+        let record = (format, 1);
+        Some(Self {
             record: format.name(),
-            layer_bytes_per_token: record_bytes(format, width),
-            bytes_per_token: token_bytes(config, format),
-        }
+            layer_bytes_per_token: record_bytes(&config.layers[0].attention, record).ok()?,
+            bytes_per_token: token_bytes(config, record).ok()?,
+        })
     }
 }
 
@@ -177,8 +300,7 @@ impl Fit {
         (gib, weight_bytes): (f64, u128),
     ) -> Result<Self, Failure> {
         let Question { record, page_size, .. } = *question;
-        let width = config.layers[0].attention.cache_width();
-        PageGeometry { record: RecordLayout { format: record, width }, page_size }.check()?;
+        let token_bytes = token_bytes(config, (record, page_size))?;
         let memory_bytes = (gib * f64::from(1 << 30)) as u128;
         let Some(cache_bytes) = memory_bytes.checked_sub(weight_bytes) else {
             return Err(Failure::input(
@@ -188,7 +310,7 @@ impl Fit {
                 "raise --memory-gib or --tp, or lower --weight-bits",
             ));
         };
-        let page_bytes = token_bytes(config, record) as u128 * page_size as u128;
+        let page_bytes = token_bytes as u128 * page_size as u128;
         let pages = cache_bytes / page_bytes;
         let tokens = pages * page_size as u128;
         let record = record.name();
@@ -208,6 +330,7 @@ impl Report for ModelReport {
             ("layers", self.layers.to_string()),
             ("heads a device", format!("{} (tp {})", self.heads, self.tp)),
             ("record width", format!("{} elements", self.record_width)),
+            ("weights", self.stored.clone()),
         ]);
         let cache = self.cache.iter().map(|cache| {
             let [layer, all] = [cache.layer_bytes_per_token, cache.bytes_per_token];
@@ -226,6 +349,8 @@ impl Report for ModelReport {
         lines.extend(self.fit.as_ref().map(Fit::lines));
         lines.push(format!("counted: {}", self.counted));
         lines.push(format!("not counted: {}", self.not_counted));
+        lines.extend(assumed_line(&self.assumed).map(|line| format!("note: {line}")));
+        lines.extend(self.notes.iter().map(|note| format!("note: {note}")));
         lines
     }
 }
@@ -254,7 +379,7 @@ mod tests {
             heads: None,
             tp: 1,
             memory_gib: Some(1.0),
-            weight_bits: 16,
+            weight_bits: None,
             record: RecordFormat::Bf16,
             page_size: 64,
         }
@@ -285,6 +410,42 @@ mod tests {
         assert_eq!(two.heads, one.heads / 2);
         assert!(two.weight_bytes < one.weight_bytes && two.weight_bytes > one.weight_bytes / 2);
         assert!(two.fit.unwrap().tokens > one.fit.unwrap().tokens);
+    }
+
+    /// tiny-dsa as FP8: what is no matrix of a layer stays BF16.
+    #[test]
+    fn a_quantised_checkpoint_is_counted_as_it_is() {
+        let quantised = |form: &str| {
+            let text = String::from_utf8(mlakit_model::embedded::tiny_dsa().config.into()).unwrap();
+            let text = text.replacen('{', &format!("{{\"quantization_config\":{form},"), 1);
+            ModelConfig::from_json(text.as_bytes()).unwrap()
+        };
+        let fp8 = r#"{"quant_method":"fp8","weight_block_size":[128,128]}"#;
+        let plain = answer(tiny(), &question()).unwrap();
+        let report = answer(quantised(fp8), &question()).unwrap();
+        let bytes = |report: &ModelReport, what: &str| {
+            report.weights.iter().find(|w| w.what == what).map(|w| (w.elements, w.bytes)).unwrap()
+        };
+        for what in ["embedding", "router", "norms", "output head"] {
+            assert_eq!(bytes(&report, what), bytes(&plain, what), "{what}");
+        }
+        // Three matrices of 512 x 256: 8 blocks each.
+        assert_eq!(bytes(&report, "dense MLP"), (3 * 512 * 256, 3 * (512 * 256 + 8 * 4)));
+        assert!(report.notes.is_empty() && report.stored.contains("128 x 128"));
+        let fixed = Question { weight_bits: Some(16), ..question() };
+        assert_eq!(answer(quantised(fp8), &fixed).unwrap().weight_bytes, plain.weight_bytes);
+        let other = answer(quantised(r#"{"quant_method":"awq","bits":4}"#), &question()).unwrap();
+        assert_eq!(other.weight_bytes, plain.weight_bytes);
+        assert!(other.notes[0].contains("`awq`; each weight is counted as 16 bits"));
+    }
+
+    #[test]
+    fn what_devices_cannot_share_is_noted() {
+        let shared = |tp| answer(tiny(), &Question { tp, ..question() }).unwrap().notes;
+        assert_eq!(shared(8), Vec::<String>::new());
+        let notes = answer(tiny(), &Question { tp: 7, heads: Some(7), ..question() });
+        let notes = notes.unwrap().notes;
+        assert!(notes[0].starts_with("7 devices cannot share evenly: embedding, dense MLP"));
     }
 
     #[test]

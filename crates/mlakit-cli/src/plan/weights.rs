@@ -3,7 +3,7 @@
 use mlakit_model::config::{ExpertsConfig, GateKind, QueryRank};
 use mlakit_model::{AttentionConfig, MlpConfig, ModelConfig};
 
-/// Elements of one kind of weight.
+/// A number of one kind of thing: elements, scales.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Count {
     /// Divided among the devices: by heads, experts, widths or ids.
@@ -18,100 +18,200 @@ impl Count {
         self.divided + self.replicated
     }
 
-    /// On each of `devices`.
+    /// On each of `devices`; on the one with the most, where they cannot share evenly.
     pub fn each(self, devices: usize) -> u128 {
         self.divided.div_ceil(devices as u128) + self.replicated
     }
 
-    fn add(&mut self, other: Self) {
-        self.divided += other.divided;
-        self.replicated += other.replicated;
+    /// Whether each of `devices` has as much.
+    pub fn is_even(self, devices: usize) -> bool {
+        self.divided.is_multiple_of(devices as u128)
     }
+}
+
+/// The weights of a model that are for one thing.
+#[derive(Clone, Debug)]
+pub struct Weights {
+    /// What they are for.
+    pub what: &'static str,
+    tensors: Vec<Tensor>,
+}
+
+impl Weights {
+    /// Elements of all tensors.
+    pub fn elements(&self) -> Count {
+        self.sum(|tensor| tensor.elements())
+    }
+
+    /// Elements of the tensors that a quantised checkpoint quantises.
+    pub fn quantised(&self) -> Count {
+        self.sum(|tensor| if tensor.quantised { tensor.elements() } else { 0 })
+    }
+
+    /// The scales of those tensors: one for each block of so many rows and columns, or one a tensor.
+    pub fn scales(&self, block: Option<[usize; 2]>) -> Count {
+        self.sum(|tensor| {
+            let [rows, columns] = block.unwrap_or([tensor.rows.max(1), tensor.columns.max(1)]);
+            let blocks = product(tensor.rows.div_ceil(rows), tensor.columns.div_ceil(columns));
+            if tensor.quantised { tensor.copies as u128 * blocks } else { 0 }
+        })
+    }
+
+    fn sum(&self, of: impl Fn(&Tensor) -> u128) -> Count {
+        let mut count = Count::default();
+        for tensor in &self.tensors {
+            let part = if tensor.divided { &mut count.divided } else { &mut count.replicated };
+            *part += of(tensor);
+        }
+        count
+    }
+}
+
+/// Tensors of one shape.
+#[derive(Clone, Copy, Debug)]
+struct Tensor {
+    rows: usize,
+    columns: usize,
+    copies: usize,
+    divided: bool,
+    quantised: bool,
+}
+
+impl Tensor {
+    /// A matrix that devices divide, and that quantised checkpoints quantise.
+    fn divided(rows: usize, columns: usize) -> Self {
+        Self { rows, columns, copies: 1, divided: true, quantised: true }
+    }
+
+    /// The same on every device.
+    fn replicated(rows: usize, columns: usize) -> Self {
+        Self { divided: false, ..Self::divided(rows, columns) }
+    }
+
+    /// A norm or a bias.
+    fn vector(width: usize) -> Self {
+        Self::replicated(1, width).plain()
+    }
+
+    /// Kept as plain numbers by quantised checkpoints.
+    fn plain(self) -> Self {
+        Self { quantised: false, ..self }
+    }
+
+    /// So many of each.
+    fn times(self, copies: usize) -> Self {
+        Self { copies: self.copies * copies, ..self }
+    }
+
+    fn elements(&self) -> u128 {
+        self.copies as u128 * product(self.rows, self.columns)
+    }
+}
+
+fn product(a: usize, b: usize) -> u128 {
+    a as u128 * b as u128
 }
 
 /// The weights of a model by what they are for, in the order of a step. Every tensor that a layer
 /// of the config reads is counted once; draft layers are not. Absorbed forms of `kv_b_proj` have as
 /// many elements as itself.
-pub fn count(config: &ModelConfig) -> Vec<(&'static str, Count)> {
-    let product = |a: usize, b: usize| a as u128 * b as u128;
+pub fn count(config: &ModelConfig) -> Vec<Weights> {
     let hidden = config.hidden_size;
-    let vocabulary = product(config.vocab_size, hidden);
-    let head = if config.tie_word_embeddings { 0 } else { vocabulary };
-    let (mut attention, mut indexer, mut dense) = <(Count, Count, Count)>::default();
-    let (mut router, mut experts, mut shared) = <(Count, Count, Count)>::default();
+    let vocabulary = Tensor::divided(config.vocab_size, hidden).plain();
+    let head = if config.tie_word_embeddings { vec![] } else { vec![vocabulary] };
+    let (mut attention, mut indexer, mut dense) = (vec![], vec![], vec![]);
+    let (mut router, mut experts, mut shared) = (vec![], vec![], vec![]);
     for layer in &config.layers {
-        attention.add(attention_weights(&layer.attention, hidden));
-        indexer.add(indexer_weights(&layer.attention, hidden));
+        attention.extend(attention_weights(&layer.attention, hidden));
+        indexer.extend(indexer_weights(&layer.attention, hidden));
         match &layer.mlp {
-            MlpConfig::Dense { width } => dense.add(mlp(hidden, *width, config.mlp_bias)),
+            MlpConfig::Dense { width } => dense.extend(mlp(hidden, *width, config.mlp_bias)),
             MlpConfig::Experts(kind) => {
-                router.add(router_weights(kind, hidden));
-                let one = mlp(hidden, kind.expert_width, false).total();
-                let all = one * kind.router.experts as u128;
-                experts.add(Count { divided: all, replicated: 0 });
-                shared.add(mlp(hidden, kind.shared_width, false));
+                router.extend(router_weights(kind, hidden));
+                let one = mlp(hidden, kind.expert_width, false);
+                experts.extend(one.into_iter().map(|tensor| tensor.times(kind.router.experts)));
+                shared.extend(mlp(hidden, kind.shared_width, false));
             }
         }
     }
-    let norms = product(2 * config.layers.len() + 1, hidden);
+    let norms = vec![Tensor::vector(hidden).times(2 * config.layers.len() + 1)];
+    let of = |what, tensors| Weights { what, tensors };
     vec![
-        ("embedding", Count { divided: vocabulary, replicated: 0 }),
-        ("attention", attention),
-        ("indexer", indexer),
-        ("dense MLP", dense),
-        ("router", router),
-        ("experts", experts),
-        ("shared experts", shared),
-        ("norms", Count { divided: 0, replicated: norms }),
-        ("output head", Count { divided: head, replicated: 0 }),
+        of("embedding", vec![vocabulary]),
+        of("attention", attention),
+        of("indexer", indexer),
+        of("dense MLP", dense),
+        of("router", router),
+        of("experts", experts),
+        of("shared experts", shared),
+        of("norms", norms),
+        of("output head", head),
     ]
 }
 
-fn attention_weights(attention: &AttentionConfig, hidden: usize) -> Count {
-    let product = |a: usize, b: usize| a as u128 * b as u128;
+fn attention_weights(attention: &AttentionConfig, hidden: usize) -> Vec<Tensor> {
     let queries = attention.heads * attention.qk_head_dim();
     let values = attention.heads * attention.v_head_dim;
     let expanded = attention.heads * (attention.qk_nope_head_dim + attention.v_head_dim);
-    let bias = |width: usize| if attention.bias { width as u128 } else { 0 };
-    let (query, latent) = match attention.query_rank {
+    let (latent, cached) = (attention.kv_lora_rank, attention.cache_width());
+    let mut tensors = vec![
+        Tensor::replicated(cached, hidden),
+        Tensor::vector(latent),
+        Tensor::divided(expanded, latent),
+        Tensor::divided(hidden, values),
+    ];
+    let mut biases = vec![cached, hidden];
+    match attention.query_rank {
         QueryRank::Rank(rank) => {
-            (product(queries, rank), product(rank, hidden) + bias(rank) + rank as u128)
+            tensors.extend([
+                Tensor::replicated(rank, hidden),
+                Tensor::vector(rank),
+                Tensor::divided(queries, rank),
+            ]);
+            biases.push(rank);
         }
-        QueryRank::ByTensor => (product(queries, hidden), 0),
-    };
-    let gate = match attention.gate {
-        None => 0,
-        Some(GateKind::PerHead) => product(attention.heads, hidden),
-        Some(GateKind::PerElement) => product(values, hidden),
-    };
-    let cached = attention.cache_width();
-    let norm = attention.kv_lora_rank as u128;
-    Count {
-        divided: query + product(expanded, attention.kv_lora_rank) + product(values, hidden) + gate,
-        replicated: latent + product(cached, hidden) + bias(cached) + norm + bias(hidden),
+        QueryRank::ByTensor => tensors.push(Tensor::divided(queries, hidden)),
     }
+    if attention.bias {
+        tensors.extend(biases.into_iter().map(Tensor::vector));
+    }
+    tensors.extend(attention.gate.map(|gate| {
+        let rows = match gate {
+            GateKind::PerHead => attention.heads,
+            GateKind::PerElement => values,
+        };
+        Tensor::divided(rows, hidden)
+    }));
+    tensors
 }
 
-fn indexer_weights(attention: &AttentionConfig, hidden: usize) -> Count {
+/// Query and key projections, the layer norm of the key, and the weights of the heads, which stay
+/// plain numbers.
+fn indexer_weights(attention: &AttentionConfig, hidden: usize) -> Vec<Tensor> {
     let (Some(indexer), QueryRank::Rank(rank)) = (attention.indexer, attention.query_rank) else {
-        return Count::default();
+        return Vec::new();
     };
-    let product = |a: usize, b: usize| a as u128 * b as u128;
-    let (query, key) = (product(indexer.heads * indexer.head_dim, rank), indexer.head_dim);
-    let key = product(key, hidden) + 2 * key as u128;
-    Count { divided: 0, replicated: query + key + product(indexer.heads, hidden) }
+    vec![
+        Tensor::replicated(indexer.heads * indexer.head_dim, rank),
+        Tensor::replicated(indexer.head_dim, hidden),
+        Tensor::vector(indexer.head_dim).times(2),
+        Tensor::replicated(indexer.heads, hidden).plain(),
+    ]
 }
 
-fn mlp(hidden: usize, width: usize, bias: bool) -> Count {
-    let matrices = 3 * hidden as u128 * width as u128;
-    let biases = if bias { (2 * width as u128, hidden as u128) } else { (0, 0) };
-    Count { divided: matrices + biases.0, replicated: biases.1 }
+fn mlp(hidden: usize, width: usize, bias: bool) -> Vec<Tensor> {
+    let mut tensors = vec![Tensor::divided(width, hidden).times(2), Tensor::divided(hidden, width)];
+    if bias {
+        let inner = Tensor::divided(2, width).plain();
+        tensors.extend([inner, Tensor::vector(hidden)]);
+    }
+    tensors
 }
 
-fn router_weights(experts: &ExpertsConfig, hidden: usize) -> Count {
+fn router_weights(experts: &ExpertsConfig, hidden: usize) -> Vec<Tensor> {
     let router = &experts.router;
-    let bias = if router.correction_bias { router.experts as u128 } else { 0 };
-    Count { divided: 0, replicated: router.experts as u128 * hidden as u128 + bias }
+    let bias = router.correction_bias.then(|| Tensor::vector(router.experts));
+    std::iter::once(Tensor::replicated(router.experts, hidden).plain()).chain(bias).collect()
 }
 
 #[cfg(test)]
@@ -133,13 +233,37 @@ mod tests {
             .filter(|(name, _)| !name.starts_with(&draft))
             .map(|(_, info)| info.shape.iter().product::<usize>() as u128)
             .sum();
-        let counted: u128 = count(&config).iter().map(|(_, count)| count.total()).sum();
+        let weights = count(&config);
+        let counted: u128 = weights.iter().map(|weights| weights.elements().total()).sum();
         assert_eq!(counted, held);
+        // Vectors are not quantised, nor are the embedding, the router, the norms and the head.
+        let plain = |what: &str| {
+            let weights = weights.iter().find(|weights| weights.what == what).unwrap();
+            weights.elements().total() - weights.quantised().total()
+        };
+        assert_eq!(plain("attention"), 3 * (512 + 192));
+        assert_eq!(plain("indexer"), 3 * (2 * 128 + 4 * 256));
+        assert_eq!((plain("embedding"), plain("router")), (258 * 256, 2 * (8 * 256 + 8)));
+        assert_eq!(plain("experts") + plain("shared experts") + plain("dense MLP"), 0);
     }
 
     #[test]
     fn devices_share_what_is_divided() {
         let count = Count { divided: 10, replicated: 3 };
         assert_eq!((count.total(), count.each(1), count.each(4)), (13, 13, 6));
+        assert!(count.is_even(5) && !count.is_even(4));
+    }
+
+    /// A block that reaches beyond the edge of a matrix has a scale too.
+    #[test]
+    fn scales_cover_every_matrix() {
+        let tensors = vec![
+            Tensor::divided(576, 7168).times(3),
+            Tensor::replicated(128, 129),
+            Tensor::vector(512),
+        ];
+        let weights = Weights { what: "", tensors };
+        assert_eq!(weights.scales(Some([128, 128])), Count { divided: 3 * 5 * 56, replicated: 2 });
+        assert_eq!(weights.scales(None), Count { divided: 3, replicated: 1 });
     }
 }

@@ -149,6 +149,14 @@ pub fn writer() -> Case<'static> {
     Shape::Writer(writer).build(4)
 }
 
+/// A small writer of index keys.
+pub fn key_writer() -> Case<'static> {
+    let (widths, padding) = ((128, 0), (0, 0));
+    let record = RecordFormat::IndexFp8_132;
+    let writer = WriterShape { widths, rows: 9, pages: (3, 16), record, padding };
+    Shape::Writer(writer).build(6)
+}
+
 /// A small projection with gaps.
 pub fn projection() -> Case<'static> {
     let options = json!({"in_stride": 20, "out_stride": 30});
@@ -157,5 +165,5 @@ pub fn projection() -> Case<'static> {
 
 /// One case of each operation, and a second dense one.
 pub fn all() -> Vec<Case<'static>> {
-    vec![dense(), dense_e4m3(), merge(), writer(), projection()]
+    vec![dense(), dense_e4m3(), merge(), writer(), key_writer(), projection()]
 }

@@ -6,7 +6,7 @@
 use std::fs;
 use std::process::Command;
 
-use crate::common::{Folder, dense, op_words, program, refused};
+use crate::common::{Folder, dense, op_words, printed_json, program, refused};
 
 /// A library with these functions, each of which returns a number. `cuDriverGetVersion` first
 /// stores a version, `cuDeviceGetCount` 0.
@@ -85,9 +85,39 @@ fn a_broken_driver_is_named() {
             .output()
             .unwrap();
         refused(&run, needle);
-        assert!(String::from_utf8_lossy(&run.stderr).contains("use --device cpu"));
+        let errors = String::from_utf8_lossy(&run.stderr).into_owned();
+        assert_eq!(errors.matches("the CPU").count(), 1, "one remedy, once: {errors}");
+        assert!(errors.contains("(--device cpu)"), "{errors}");
         assert!(!folder.path("out").exists());
     }
+}
+
+/// Without a driver that is what is said first, of whatever else is wrong; doctor reports it.
+#[test]
+fn the_missing_device_comes_first() {
+    let folder = Folder::new();
+    fs::write(folder.path("libcuda.so"), "text").unwrap();
+    fs::write(folder.path("libcuda.so.1"), "text").unwrap();
+    let path = folder.path("libcuda.so");
+    let program = |line: &str| {
+        let words = line.split(' ');
+        let library = path.parent().unwrap();
+        program().args(words).env("LD_LIBRARY_PATH", library).output().unwrap()
+    };
+    // 128 new tokens are more than what top-k covers, and so is this text.
+    fs::write(folder.path("text"), "a".repeat(500)).unwrap();
+    let eval = format!("eval {} --device cuda", folder.path("text").display());
+    for line in ["run a --device cuda", &eval] {
+        refused(&program(line), "--device cuda: the CUDA device is not available");
+    }
+    let doctor = printed_json(&program("doctor --device cuda --json"));
+    assert_eq!(doctor["cuda"]["used"], false);
+    let problem = doctor["problems"][0]["error"].as_str().unwrap();
+    assert!(problem.starts_with("--device cuda: the CUDA device is not available"), "{problem}");
+    // A GPU by name needs none that is here, and says so with a command that works.
+    let help = String::from_utf8(program("run a --device cuda").stderr).unwrap();
+    let advised = help.split('`').nth(1).unwrap();
+    assert_eq!(advised, "mlakit plan --op NAME --spec JSON --gpu h200");
 }
 
 /// Not a library at all.

@@ -3,9 +3,11 @@
 mod common;
 mod cuda;
 mod fuzz;
+mod indexing;
 mod malformed_cases;
 mod malformed_flags;
 mod model;
 mod ops;
 mod plan;
+mod sparse;
 mod tools;

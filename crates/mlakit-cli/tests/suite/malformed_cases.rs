@@ -9,7 +9,7 @@ use mlakit_cli::case::{Case, Tensor};
 use serde_json::{Value, json};
 
 use crate::common::{
-    Folder, dense, dense_e4m3, merge, mlakit, op_words, projection, refused, writer,
+    Folder, dense, dense_e4m3, key_writer, merge, mlakit, op_words, projection, refused, writer,
 };
 
 type Edit = Box<dyn Fn(&mut Case<'static>)>;
@@ -180,7 +180,23 @@ fn field_cases() -> Vec<Wrong> {
         field(writer, "tensor `slots`", "max_rows", json!(2)),
         field(writer, "record_width", "record_width", json!(8)),
         field(writer, "unknown field `heads`", "heads", json!(8)),
-        field(writer, "`record`", "record", json!("index_bf16_256")),
+        field(writer, "record_width", "record", json!("index_bf16_256")),
+        wrong(writer, "tensor `latent`", |case| {
+            case.spec.remove("record_width");
+            case.spec.insert("record".into(), json!("index_bf16_256"));
+        }),
+        wrong(writer, "multiple of 128", |case| {
+            case.spec.remove("record_width");
+            case.spec.insert("record".into(), json!("fp8_656"));
+        }),
+        wrong(writer, "fp8_656", |case| {
+            case.spec.remove("record_width");
+            case.spec.insert("record".into(), json!("fp8_528"));
+        }),
+        field(key_writer, "tensor `key`", "key_width", json!(64)),
+        field(key_writer, "latent_width", "latent_width", json!(64)),
+        field(key_writer, "multiple of 16", "page_size", json!(2)),
+        field(key_writer, "tensor `latent`", "record", json!("bf16")),
         field(projection, "tensor `x`", "in_width", json!(18)),
         field(projection, "tensor `weight`", "out_width", json!(26)),
         field(projection, "in_stride", "in_stride", json!(8)),
@@ -206,6 +222,7 @@ fn tensor_cases() -> Vec<Wrong> {
     for name in ["latent", "slots", "cache"] {
         list.push(without(writer, name));
     }
+    list.push(without(key_writer, "key"));
     list.push(without(projection, "x"));
     list.push(without(projection, "weight"));
     list.extend([
@@ -245,6 +262,10 @@ fn tensor_cases() -> Vec<Wrong> {
         tensor(writer, "kv_scale", Dtype::F32, &[1]),
         tensor(writer, "key", Dtype::Bf16, &[9, 24]),
         tensor(writer, "cache", Dtype::U8, &[3, 1151]),
+        tensor(key_writer, "latent", Dtype::Bf16, &[9, 128]),
+        tensor(key_writer, "rope", Dtype::Bf16, &[9, 64]),
+        tensor(key_writer, "key", Dtype::Bf16, &[9, 64]),
+        tensor(key_writer, "cache", Dtype::U8, &[3, 2111]),
         tensor(projection, "x", Dtype::Bf16, &[5, 48]),
         tensor(projection, "weight", Dtype::Bf16, &[2, 16, 24]),
         tensor(projection, "weight", Dtype::F32, &[3, 16, 24]),

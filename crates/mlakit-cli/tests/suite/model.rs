@@ -69,14 +69,14 @@ fn prompts_that_cannot_be_continued_are_refused() {
     assert_eq!(printed_json(&mlakit(["run", "-5", "--tokens", "2", "--json"]))["new_tokens"], 2);
 }
 
-/// Two sequences, of 5 rows and of the rest.
-fn layer_input(folder: &Folder, rows: usize) -> PathBuf {
+/// Two sequences, of 5 rows and of the rest, of numbers up to `scale`.
+fn layer_input(folder: &Folder, (rows, scale): (usize, f32)) -> PathBuf {
     let mut state = 7_u32;
     let mut number = || {
         state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
         (state >> 8) as f32 / (1 << 23) as f32 - 1.0
     };
-    let hidden: Vec<f32> = (0..rows * 64).map(|_| number()).collect();
+    let hidden: Vec<f32> = (0..rows * 64).map(|_| number() * scale).collect();
     let hidden = Tensor::new(Dtype::F32, vec![rows, 64], &hidden);
     let offsets = Tensor::new(Dtype::I32, vec![3], &[0, 5, rows as i32]);
     let path = folder.path("input");
@@ -104,7 +104,7 @@ fn relative(given: &[f64], exact: &[f64]) -> f64 {
 #[test]
 fn the_oracle_of_a_layer_honours_its_record() {
     let folder = Folder::new();
-    let input = layer_input(&folder, 40);
+    let input = layer_input(&folder, (40, 1.0));
     let run = |record: &str, precision: &str| {
         let out = folder.path("out");
         let (model, input) = (vectors("deepseek_v3"), input.to_str().unwrap().to_owned());
@@ -126,7 +126,7 @@ fn the_oracle_of_a_layer_honours_its_record() {
 #[test]
 fn layers_that_cannot_be_run_are_refused() {
     let folder = Folder::new();
-    let (input, out) = (layer_input(&folder, 40), folder.path("out"));
+    let (input, out) = (layer_input(&folder, (40, 1.0)), folder.path("out"));
     let (input, out) = (input.to_str().unwrap(), out.to_str().unwrap());
     let model = vectors("deepseek_v3");
     let line = |more: &str| format!("layer --model {model} --input {input} --out {out} {more}");
@@ -142,6 +142,118 @@ fn layers_that_cannot_be_run_are_refused() {
         refused(&mlakit(line(more).split_whitespace()), needle);
         assert_eq!(folder.files(), before, "{more}");
     }
+    let onto_itself = format!("layer --model {model} --layer 0 --input {input} --out {input}");
+    refused(&mlakit(onto_itself.split_whitespace()), "needed another file than --input");
+    // What is wrong with a width is wrong with the model's; there is no spec.
+    let wide = vectors("full_v3_h16");
+    let wide = format!("layer --model {wide} --layer 0 --input {input} --out {out}");
+    let output = mlakit(wide.split_whitespace());
+    refused(&output, "(model)");
+    assert!(!String::from_utf8_lossy(&output.stderr).contains("spec"));
+}
+
+/// Rows so large that F32 does not hold their squares are normalised like others.
+#[test]
+fn large_rows_are_not_zeros() {
+    let folder = Folder::new();
+    let input = layer_input(&folder, (40, 1e20));
+    let run = |precision: &str| {
+        let out = folder.path("out");
+        let (model, input) = (vectors("deepseek_v3"), input.display());
+        let out_path = out.display();
+        let line = format!(
+            "layer --model {model} --layer 1 --input {input} --out {out_path} --precision {precision}"
+        );
+        printed(&mlakit(line.split_whitespace()));
+        attn_out(&out)
+    };
+    let (exact, device) = (run("f64"), run("bf16"));
+    assert!(exact.iter().any(|value| value.abs() > 0.1));
+    let error = relative(&device, &exact);
+    assert!(error < 2e-2, "{error}");
+}
+
+/// The f64 layer needs no device, whichever is named.
+#[test]
+fn the_exact_layer_needs_no_device() {
+    let folder = Folder::new();
+    let (input, out) = (layer_input(&folder, (8, 1.0)), folder.path("out"));
+    let (model, input, out) = (vectors("deepseek_v3"), input.display(), out.display());
+    for more in ["--device cuda", "--device cuda --ordinal 3", "--isa amx"] {
+        let line = format!(
+            "layer --model {model} --layer 0 --input {input} --out {out} --precision f64 {more}"
+        );
+        printed(&mlakit(line.split_whitespace()));
+    }
+    let line = format!(
+        "layer --model {model} --layer 0 --input {input} --out {out} --precision f64 --isa foo"
+    );
+    refused(&mlakit(line.split_whitespace()), "--isa: unknown instruction set");
+}
+
+/// -1 is the one mark for no key, and a position that the model does not have is an error.
+#[test]
+fn keys_and_positions_that_are_none_are_refused() {
+    let folder = Folder::new();
+    let hidden = Tensor::new(Dtype::F32, vec![4, 64], &[0.5f32; 256]);
+    let offsets = Tensor::new(Dtype::I32, vec![2], &[0, 4]);
+    let keys = |unused: i32| {
+        let topk = [[0, unused], [0, 1], [1, 2], [3, unused]].concat();
+        Tensor::new(Dtype::I32, vec![4, 2], &topk)
+    };
+    let first = |at: i32| Tensor::new(Dtype::I32, vec![1], &[at]);
+    let run = |model: &str, name: &str, tensor: &Tensor<'_>| {
+        let (path, out) = (folder.path("input"), folder.path("out"));
+        let tensors = [("hidden", &hidden), ("q_offsets", &offsets), (name, tensor)];
+        write_file(&path, &Default::default(), &tensors).unwrap();
+        let (model, path, out) = (vectors(model), path.display(), out.display());
+        let line = format!("layer --model {model} --layer 0 --input {path} --out {out}");
+        mlakit(line.split_whitespace())
+    };
+    refused(&run("deepseek_v32", "topk", &keys(-2)), "-1 for none, given -2 in row 0");
+    printed(&run("deepseek_v32", "topk", &keys(-1)));
+    let config = mlakit_model::ModelConfig::from_file(
+        &Path::new(&vectors("deepseek_v3")).join("config.json"),
+    );
+    let most = config.unwrap().max_position_embeddings.expect("it says") as i32;
+    printed(&run("deepseek_v3", "first_position", &first(most - 4)));
+    let output = run("deepseek_v3", "first_position", &first(most - 3));
+    refused(&output, &format!("needed positions below {most}"));
+}
+
+/// Keys that a config leaves out are said before the text; a config.json stands for its folder.
+#[test]
+fn what_a_config_leaves_out_is_said_first() {
+    let folder = Folder::new();
+    let tiny = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/tiny-dsa");
+    for name in ["model.safetensors", "tokenizer.json", "tokenizer_config.json"] {
+        fs::copy(tiny.join(name), folder.path(name)).unwrap();
+    }
+    let text = fs::read(tiny.join("config.json")).unwrap();
+    let mut config: Value = serde_json::from_slice(&text).unwrap();
+    let run = |config: &Value, more: &[&str]| {
+        let path = folder.path("config.json");
+        fs::write(&path, config.to_string()).unwrap();
+        let words = ["run", "a", "--tokens", "2", "--model", path.to_str().unwrap()];
+        mlakit([&words[..], more].concat())
+    };
+    printed(&run(&config, &[]));
+    let removed = config.as_object_mut().unwrap().remove("rope_theta");
+    assert!(removed.is_some());
+    let output = run(&config, &[]);
+    assert_eq!(output.status.code(), Some(0));
+    let note = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(note.lines().count(), 1);
+    assert!(note.starts_with("note: config.json leaves out"), "{note}");
+    assert!(note.contains("rope_theta = 10000"), "{note}");
+    let made = printed_json(&run(&config, &["--json"]));
+    assert_eq!(made["assumed"], json!({"rope_theta": 10000.0}));
+    // A rank that is assumed and wrong: the note says why the tensor does not fit.
+    config.as_object_mut().unwrap().remove("q_lora_rank");
+    let output = run(&config, &[]);
+    assert_eq!(output.status.code(), Some(2));
+    let errors = String::from_utf8(output.stderr).unwrap();
+    assert!(errors.contains("q_lora_rank = 1536") && errors.contains("error: "), "{errors}");
 }
 
 /// A layer of multi-token prediction is not run as a decoder layer.

@@ -7,7 +7,9 @@ use half::bf16;
 use mlakit_cli::case::Case;
 use serde_json::json;
 
-use crate::common::{Folder, all, dense, mlakit, op_words, printed, printed_json, program, writer};
+use crate::common::{
+    Folder, all, dense, mlakit, op_words, printed, printed_json, program, refused, writer,
+};
 
 /// Every operation: the device agrees with the oracle, replays have its bits, and files say what
 /// was run.
@@ -179,11 +181,11 @@ fn instructions_can_be_chosen() {
             let bench = ["bench", "--heads", "1", "--tokens", "64"].map(String::from).to_vec();
             let check = ["check", "--quick"].map(String::from).to_vec();
             let run = ["run", "a", "--tokens", "1"].map(String::from).to_vec();
-            for words in [words.clone(), vec!["doctor".into()], bench, check, run] {
+            for words in [words.clone(), bench, check, run] {
                 let by_flag = program().args(&words).args(["--isa", name]).output().unwrap();
-                crate::common::refused(&by_flag, &format!("--isa {name}: {has}"));
+                refused(&by_flag, &format!("--isa {name}: {has}"));
                 let by_variable = program().args(&words).env("MLAKIT_ISA", name).output().unwrap();
-                crate::common::refused(&by_variable, &format!("MLAKIT_ISA {name}: {has}"));
+                refused(&by_variable, &format!("MLAKIT_ISA {name}: {has}"));
             }
         }
     }
@@ -201,6 +203,32 @@ fn the_output_may_be_there_already() {
     printed(&mlakit(op_words("writer", &case, std::path::Path::new("/dev/null"))));
     assert!(!fs::metadata("/dev/null").unwrap().is_file());
     assert_eq!(folder.files(), ["case", "out"]);
+}
+
+/// A result does not replace the case that it came from, under no name of it.
+#[test]
+fn the_case_is_not_overwritten() {
+    let folder = Folder::new();
+    let case = folder.save("case", &writer());
+    let link = folder.path("link");
+    std::os::unix::fs::symlink(&case, &link).unwrap();
+    let before = fs::read(&case).unwrap();
+    for out in [&case, &link, &folder.path("./case")] {
+        refused(&mlakit(op_words("writer", &case, out)), "needed another file than --case");
+        assert_eq!(fs::read(&case).unwrap(), before);
+    }
+}
+
+/// The oracle runs on the host: instructions that it does not have are those of another machine.
+#[test]
+fn the_oracle_takes_every_instruction_set() {
+    let folder = Folder::new();
+    let case = folder.save("case", &dense());
+    for isa in ["scalar", "avx512bf16", "amx"] {
+        let words = op_words("dense", &case, &folder.path("out"));
+        let more = ["--oracle", "--isa", isa].map(String::from);
+        assert!(printed(&mlakit([words, more.into()].concat())).contains("oracle (f64)"));
+    }
 }
 
 /// Whoever reads the output may stop at any time.

@@ -37,8 +37,46 @@ fn scratch_is_exact() {
     for plan in [&narrow, &wide] {
         let regions = plan["scratch"].as_array().unwrap();
         let each = regions.iter().map(|r| r["bytes"].as_u64().unwrap().next_multiple_of(256));
-        assert_eq!(plan["scratch_bytes"].as_u64().unwrap(), 256 + each.sum::<u64>());
+        assert_eq!(plan["scratch_bytes"].as_u64().unwrap(), each.sum::<u64>());
+        assert_eq!(regions[0], json!({"name": "fault_block", "bytes": 256}));
     }
+}
+
+/// The name of a GPU is enough: no other device could be meant.
+#[test]
+fn a_gpu_by_name_is_planned_for() {
+    for more in [&["--gpu", "h200"][..], &["--gpu", "H200"], &["--device", "cuda", "--gpu", "h200"]]
+    {
+        let plan = plan("dense", DENSE, more);
+        let planned_for = plan["planned_for"].as_str().unwrap();
+        assert!(planned_for.starts_with("cuda (NVIDIA H200"), "{planned_for}");
+        assert!(!plan["kernels"].as_array().unwrap().is_empty());
+    }
+}
+
+/// An operation that divides no rows has no splits; a merge has those of its Spec.
+#[test]
+fn only_what_is_divided_has_splits() {
+    let merge = r#"{"splits":3,"heads":4,"value_width":16,"max_rows":1}"#;
+    let writer = r#"{"record":"bf16","page_size":16,"latent_width":8,"rope_width":8,"max_rows":1}"#;
+    let projection = r#"{"heads":2,"in_width":8,"out_width":8,"max_rows":1}"#;
+    for (op, spec) in [("merge", merge), ("writer", writer), ("projection", projection)] {
+        assert_eq!(plan(op, spec, &[]).get("splits"), None, "{op}");
+        let text = printed(&mlakit(["plan", "--op", op, "--spec", spec]));
+        assert!(!text.contains("\n splits"), "{text}");
+    }
+    let spec = &plan("merge", merge, &[])["spec"];
+    assert_eq!((&spec["splits"], spec.get("sink_in_lse")), (&json!(3), None));
+}
+
+/// Tokens that no table can reach are capacity for nothing.
+#[test]
+fn a_table_too_narrow_for_the_tokens_is_noted() {
+    let narrow = DENSE.replace("\"max_table_width\":1024", "\"max_table_width\":100");
+    let notes = plan("dense", &narrow, &[])["notes"].clone();
+    let note = notes[0].as_str().unwrap();
+    assert!(note.contains("`max_kv_tokens` is 65536") && note.contains("covers 6400"), "{note}");
+    assert_eq!(notes.as_array().unwrap().len(), 1);
 }
 
 /// A budget that allows fewer splits than were asked for is said, and so is a short cache.
@@ -130,4 +168,68 @@ fn a_model_is_planned_from_its_config_alone() {
     let folder = config.strip_suffix("/config.json").unwrap();
     let text = printed(&mlakit(["plan", "--config", folder, "--memory-gib", "1"]));
     assert!(text.contains(&tokens.to_string()) && text.contains(&weights.to_string()), "{text}");
+}
+
+/// Folder with the embedded config, changed.
+fn config_with(change: impl FnOnce(&mut Value)) -> (Folder, String) {
+    let mut config: Value =
+        serde_json::from_slice(mlakit_model::embedded::tiny_dsa().config).unwrap();
+    change(&mut config);
+    let folder = Folder::new();
+    fs::write(folder.path("config.json"), config.to_string()).unwrap();
+    let path = folder.path("config.json").to_str().unwrap().to_owned();
+    (folder, path)
+}
+
+/// Keys that decide what is computed are named where the file leaves them out.
+#[test]
+fn what_a_config_leaves_out_is_said() {
+    let (_folder, path) = config_with(|_| ());
+    let whole = printed_json(&mlakit(["plan", "--config", &path, "--json"]));
+    assert_eq!((whole.get("assumed"), whole.get("notes")), (None, None));
+    let (_folder, path) = config_with(|config| {
+        for key in ["q_lora_rank", "first_k_dense_replace", "rope_theta", "norm_topk_prob"] {
+            config.as_object_mut().unwrap().remove(key);
+        }
+    });
+    let partial = printed_json(&mlakit(["plan", "--config", &path, "--json"]));
+    let needed = json!({
+        "q_lora_rank": 1536, "first_k_dense_replace": 3, "rope_theta": 10000.0,
+    });
+    // With three dense layers of three there is no router to assume anything for.
+    assert_eq!(partial["assumed"], needed);
+    let text = printed(&mlakit(["plan", "--config", &path]));
+    assert!(text.contains("config.json leaves out") && text.contains("q_lora_rank = 1536"));
+}
+
+/// Flags of a device say nothing of a model's memory; names among them must still be names.
+#[test]
+fn flags_without_effect_are_noted() {
+    let (_folder, path) = config_with(|_| ());
+    let ask = |more: &[&str]| {
+        printed_json(&mlakit([&["plan", "--config", &path, "--json"][..], more].concat()))
+    };
+    let notes = ask(&["--isa", "scalar", "--threads", "2"])["notes"].clone();
+    assert!(notes[0].as_str().unwrap().starts_with("--isa, --threads: without effect"), "{notes}");
+    let notes = ask(&["--gpu", "h200"])["notes"].clone();
+    assert!(notes[0].as_str().unwrap().starts_with("--gpu: without effect"), "{notes}");
+    let shared = ask(&["--tp", "5", "--heads", "5"])["notes"].clone();
+    assert!(shared[0].as_str().unwrap().starts_with("5 devices cannot share evenly"), "{shared}");
+}
+
+/// FP8 checkpoints are counted as they are; of other forms it is said what is counted.
+#[test]
+fn quantised_weights_are_counted_or_noted() {
+    let bytes = |form: Value| {
+        let (_folder, path) = config_with(|config| config["quantization_config"] = form);
+        let report = printed_json(&mlakit(["plan", "--config", &path, "--json"]));
+        (report["weight_bytes"].as_u64().unwrap(), report["notes"].clone())
+    };
+    let (plain, none) = bytes(Value::Null);
+    let (narrow, no_note) = bytes(json!({"quant_method": "fp8", "weight_block_size": [128, 128]}));
+    assert_eq!((none, no_note), (Value::Null, Value::Null));
+    assert!(narrow < plain * 3 / 5 && narrow > plain / 2, "{narrow} {plain}");
+    let (other, note) = bytes(json!({"quant_method": "gptq", "bits": 4}));
+    assert_eq!(other, plain);
+    assert!(note[0].as_str().unwrap().contains("`gptq`"), "{note}");
 }

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use crate::common::{mlakit, printed, printed_json};
+use crate::common::{mlakit, printed, printed_json, program};
 
 #[test]
 fn this_device_agrees_with_the_oracle() {
@@ -60,4 +60,43 @@ fn doctor_says_what_is_used_and_why() {
     assert!(!found["cuda"]["because"].as_str().unwrap().is_empty());
     let text = printed(&mlakit(["doctor"]));
     assert!(text.contains("MLAKIT_THREADS says so") && text.contains("CUDA"), "{text}");
+}
+
+/// What a command would be refused for is part of the report, not the end of it.
+#[test]
+fn doctor_reports_what_others_refuse() {
+    let found = |words: &[&str], isa: Option<&str>| {
+        let mut command = program();
+        command.args(["doctor", "--json"]).args(words);
+        if let Some(isa) = isa {
+            command.env("MLAKIT_ISA", isa);
+        }
+        printed_json(&command.output().unwrap())
+    };
+    for (words, isa, needle) in [
+        (&["--isa", "mmx"][..], None, "--isa: unknown instruction set \"mmx\""),
+        (&[], Some("foo"), "MLAKIT_ISA: unknown instruction set \"foo\""),
+    ] {
+        let found = found(words, isa);
+        assert_eq!(found["used"], Value::Null);
+        assert!(!found["problems"][0]["help"].as_str().unwrap().contains("doctor"), "{found}");
+        assert!(found["problems"][0]["error"].as_str().unwrap().starts_with(needle), "{found}");
+        let sets = found["instruction_sets"].as_array().unwrap();
+        assert!(sets.iter().all(|set| set["used"] == false));
+    }
+    let ordinal = found(&["--ordinal", "5"], None);
+    let problem = ordinal["problems"][0]["error"].as_str().unwrap();
+    assert!(problem.starts_with("--ordinal 5: needed --device cuda"), "{problem}");
+    assert!(ordinal["used"]["isa"].is_string());
+    assert_eq!(found(&[], None).get("problems"), None);
+    // Instructions that are not here, if there are any.
+    let sets = ordinal["instruction_sets"].as_array().unwrap();
+    for set in sets.iter().filter(|set| set["available"] == false) {
+        let name = set["name"].as_str().unwrap();
+        let found = found(&["--isa", name], None);
+        let problem = found["problems"][0]["error"].as_str().unwrap();
+        assert!(problem.starts_with(&format!("--isa {name}: needed instructions")), "{problem}");
+    }
+    let text = printed(&mlakit(["doctor", "--ordinal", "5"]));
+    assert!(text.contains("\nproblem: --ordinal 5") && text.contains("\n   help: "), "{text}");
 }

@@ -2,10 +2,12 @@
 
 use std::sync::atomic::AtomicU32;
 
+use mlakit::op::sparse::Columns;
+use mlakit::{PageGeometry, RecordFormat, RecordLayout};
 use mlakit_cpu::kernel::{
-    BLOCK, Counted, DenseCall, DenseItem, Geometry, Kernels, KeyCache, KeyFormat, LinearCall,
-    LinearOut, LseBase, MergeCall, OutFormat, Output, ProjectionCall, ProjectionTask, Queries,
-    QueryFormat, Visible,
+    Attention, BLOCK, Counted, DenseCall, DenseItem, Geometry, Kernels, KeyCache, KeyFormat, Lanes,
+    LinearCall, LinearOut, List, LseBase, MergeCall, OutFormat, Output, ProjectionCall,
+    ProjectionTask, Queries, QueryFormat, RecordCache, RecordRows, SparseCall, SparseItem, Visible,
 };
 use mlakit_cpu::pool::Pool;
 
@@ -14,6 +16,8 @@ use mlakit_cpu::pool::Pool;
 pub enum Spec {
     /// Dense attention, widths 576 and 512.
     Dense { heads: usize, rows: usize, tokens: usize, format: KeyFormat },
+    /// Sparse attention of one row, widths 576 and 512: so many of so many tokens.
+    Sparse { heads: usize, selected: usize, tokens: usize, record: RecordFormat },
     /// A linear layer.
     Linear { rows: usize, inner: usize, outer: usize },
     /// A per-head projection.
@@ -26,7 +30,10 @@ pub enum Spec {
 pub fn cases(threads: usize) -> Vec<Spec> {
     let (bf16, e4m3) = (KeyFormat::Bf16, KeyFormat::E4m3);
     let dense = |heads, rows, tokens, format| Spec::Dense { heads, rows, tokens, format };
+    let sparse = |heads, record| Spec::Sparse { heads, selected: 2048, tokens: 65_536, record };
     vec![
+        dense(16, 1, 2048, bf16),
+        dense(128, 1, 2048, bf16),
         dense(16, 1, 4096, bf16),
         dense(16, 1, 32768, bf16),
         dense(128, 1, 4096, bf16),
@@ -37,6 +44,11 @@ pub fn cases(threads: usize) -> Vec<Spec> {
         dense(16, 64, 4096, bf16),
         dense(8, 1, 4096, bf16),
         dense(1, 1, 4096, bf16),
+        sparse(16, RecordFormat::Bf16),
+        sparse(128, RecordFormat::Bf16),
+        sparse(16, RecordFormat::Fp8_656),
+        sparse(128, RecordFormat::Fp8_656),
+        sparse(128, RecordFormat::Nvfp4_432),
         Spec::Linear { rows: 1, inner: 2048, outer: 2048 },
         Spec::Linear { rows: 64, inner: 2048, outer: 2048 },
         Spec::Linear { rows: 1024, inner: 1024, outer: 1024 },
@@ -52,6 +64,10 @@ impl Spec {
             Spec::Dense { heads, rows, tokens, format } => {
                 let format = if format == KeyFormat::Bf16 { "bf16" } else { "e4m3" };
                 format!("dense {format} heads {heads} rows {rows} tokens {tokens}")
+            }
+            Spec::Sparse { heads, selected, tokens, record } => {
+                let record = record.name();
+                format!("sparse {record} heads {heads}, {selected} of {tokens}")
             }
             Spec::Linear { rows, inner, outer } => format!("linear {rows} x {inner} x {outer}"),
             Spec::Projection { rows, heads, inner, outer } => {
@@ -74,6 +90,7 @@ impl Spec {
         let product = |factors: &[usize]| factors.iter().map(|&f| f as f64).product::<f64>();
         match self {
             Spec::Dense { heads, rows, tokens, .. } => product(&[2, heads, rows, tokens, 1088]),
+            Spec::Sparse { heads, selected, .. } => product(&[2, heads, selected, 1088]),
             Spec::Linear { rows: 1, inner, outer } => product(&[2, inner, outer]),
             Spec::Linear { rows, inner, outer } => product(&[2, rows, inner, outer]),
             Spec::Projection { rows: 1, heads, inner, outer } => product(&[2, heads, inner, outer]),
@@ -91,6 +108,11 @@ impl Spec {
             Spec::Dense { heads, rows, tokens, .. } => {
                 let out = pool.threads() * rows * heads * 512 * 4 + rows * heads * 64;
                 (bytes(rows * heads * 576 * 2), bytes((tokens + 64) * 1152), bytes(out))
+            }
+            Spec::Sparse { heads, tokens, record, .. } => {
+                let out = pool.threads() * heads * 512 * 4;
+                let record = pages(record).record.bytes();
+                (bytes(heads * 576 * 2), bytes(tokens * record), bytes(out))
             }
             Spec::Linear { rows, inner, outer } => {
                 (bytes(rows * inner * 2), bytes(inner * outer * 2), bytes(rows * outer * 4))
@@ -115,6 +137,13 @@ impl Spec {
             scratch: Vec::new(),
             faults: AtomicU32::new(0),
         };
+        if let Spec::Sparse { heads, selected, tokens, record } = self {
+            let need = kernels.sparse_scratch_bytes(geometry(heads), heads);
+            case.scratch = (0..pool.threads()).map(|_| vec![0; need]).collect();
+            // Slots in a scattered order.
+            case.table = (0..selected).map(|i| (i * 40_503 % tokens) as i32).collect();
+            case.fill_records(record, tokens);
+        }
         if let Spec::Dense { heads, rows, tokens, format } = self {
             let geometry = geometry(heads);
             let rows = rows.min(kernels.dense_rows_per_item(heads));
@@ -127,6 +156,11 @@ impl Spec {
         }
         case
     }
+}
+
+/// Pages of a record format.
+fn pages(record: RecordFormat) -> PageGeometry {
+    PageGeometry { record: RecordLayout::of_key(record, 576, 512), page_size: PAGE }
 }
 
 fn gcd(a: usize, b: usize) -> usize {
@@ -195,6 +229,9 @@ impl Case {
             Spec::Dense { heads, rows, tokens, format } => {
                 self.dense(pool, heads, rows, tokens, format);
             }
+            Spec::Sparse { heads, selected, record, .. } => {
+                self.sparse(pool, heads, selected, record);
+            }
             Spec::Linear { rows, inner, outer } => self.linear(pool, rows, inner, outer),
             Spec::Projection { rows, heads, inner, outer } => {
                 self.projection(pool, [rows, heads, inner, outer]);
@@ -207,7 +244,13 @@ impl Case {
         let element = if format == KeyFormat::Bf16 { 2 } else { 1 };
         let record_bytes = 576 * element;
         let call = DenseCall {
-            geometry: geometry(heads),
+            attention: Attention {
+                geometry: geometry(heads),
+                queries: Queries { base: self.a.bytes(), format: QueryFormat::Bf16 },
+                score_scale_log2: 0.05,
+                value_scale: 1.0,
+                sink: None,
+            },
             cache: KeyCache {
                 base: self.b.bytes(),
                 pages: tokens / PAGE,
@@ -216,9 +259,6 @@ impl Case {
                 record_bytes,
                 format,
             },
-            queries: Queries { base: self.a.bytes(), format: QueryFormat::Bf16 },
-            score_scale_log2: 0.05,
-            value_scale: 1.0,
             window: None,
             faults: &self.faults,
         };
@@ -239,20 +279,91 @@ impl Case {
             let item = DenseItem {
                 page_table: table,
                 table_width: tokens / PAGE,
-                rows: first..(first + per_item).min(rows),
-                heads: 0..heads,
+                lanes: Lanes {
+                    rows: first..(first + per_item).min(rows),
+                    heads: 0..heads,
+                    out: Output {
+                        values: out.wrapping_add(lane * 512 * 2),
+                        format: OutFormat::Bf16,
+                        lse: lse.wrapping_add(lane),
+                        lse_base: LseBase::Two,
+                    },
+                },
                 visible: Visible::RightAligned { kv_len: tokens as i32, rows, first },
                 tokens: at(split)..at(split + 1),
                 counted: Counted::default(),
-                out: Output {
-                    values: out.wrapping_add(lane * 512 * 2),
-                    format: OutFormat::Bf16,
-                    lse: lse.wrapping_add(lane),
-                    lse_base: LseBase::Two,
-                },
             };
             // SAFETY: inputs are as large as the call says; outputs and scratch are the task's.
             unsafe { kernels.dense(&call, &item, *scratch.add(worker)) };
+        });
+    }
+
+    /// Real records: arbitrary bytes would be scales that are NaN.
+    fn fill_records(&mut self, record: RecordFormat, tokens: usize) {
+        let geometry = pages(record);
+        let (planes, bytes) = (geometry.planes(), geometry.payload_bytes());
+        let key: Vec<_> =
+            (0..576).map(|i| half::bf16::from_f32((i % 37) as f32 / 19.0 - 0.95)).collect();
+        let mut page = vec![0; bytes];
+        for token in 0..PAGE {
+            planes.encode(geometry.record, (&mut page, token), [&key, &[]], 1.0);
+        }
+        for number in 0..tokens / PAGE {
+            let to = self.b.bytes().wrapping_add(number * bytes);
+            // SAFETY: the memory has so many pages.
+            unsafe { std::ptr::copy_nonoverlapping(page.as_ptr(), to, bytes) };
+        }
+    }
+
+    fn sparse(&mut self, pool: &Pool, heads: usize, selected: usize, record: RecordFormat) {
+        let of = pages(record);
+        let planes = of.planes();
+        let cache = RecordCache {
+            base: self.b.bytes(),
+            pages: usize::MAX,
+            page_size: PAGE,
+            page_stride_bytes: of.payload_bytes() as u64,
+            data: planes.data,
+            scales: planes.scales,
+            rows: RecordRows::new(of.record, 576, None),
+        };
+        let call = SparseCall {
+            attention: Attention {
+                geometry: geometry(heads),
+                queries: Queries { base: self.a.bytes(), format: QueryFormat::Bf16 },
+                score_scale_log2: 0.05,
+                value_scale: 1.0,
+                sink: None,
+            },
+            caches: [cache; 2],
+            faults: &self.faults,
+        };
+        let splits = pool.threads();
+        let scratch: Vec<*mut u8> = self.scratch.iter_mut().map(|s| s.as_mut_ptr()).collect();
+        let outputs = (self.c.bytes(), self.lse.as_mut_ptr());
+        let shared = Shared((call, outputs, self.table.as_ptr(), scratch.as_ptr()));
+        let kernels = self.kernels;
+        pool.run(splits, &|split, worker| {
+            let (call, (out, lse), entries, scratch) = shared.take();
+            let at = |s: usize| (s * (selected / BLOCK) / splits) * BLOCK;
+            let item = SparseItem {
+                lanes: Lanes {
+                    rows: 0..1,
+                    heads: 0..heads,
+                    out: Output {
+                        values: out.wrapping_add(split * heads * 512 * 2),
+                        format: OutFormat::Bf16,
+                        lse: lse.wrapping_add(split * heads),
+                        lse_base: LseBase::Two,
+                    },
+                },
+                lists: [List::Slots { entries }; 2],
+                columns: Columns { main: selected, extra: 0 },
+                range: at(split)..at(split + 1),
+                counts_faults: true,
+            };
+            // SAFETY: inputs are as large as the call says; outputs and scratch are the task's.
+            unsafe { kernels.sparse(&call, &item, *scratch.add(worker)) };
         });
     }
 

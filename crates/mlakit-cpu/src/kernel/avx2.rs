@@ -102,6 +102,11 @@ impl Engine for Avx2 {
         }
     }
     #[inline(always)]
+    fn above(self, v: __m256, than: __m256) -> u32 {
+        // SAFETY: `self` proves that the machine has these register-only instructions.
+        unsafe { _mm256_movemask_ps(_mm256_cmp_ps::<_CMP_GT_OQ>(v, than)) as u32 }
+    }
+    #[inline(always)]
     fn sum(self, v: __m256) -> f32 {
         // SAFETY: `self` proves that the machine has these register-only instructions.
         unsafe {

@@ -93,6 +93,11 @@ macro_rules! lanes_512 {
             }
         }
         #[inline(always)]
+        fn above(self, v: __m512, than: __m512) -> u32 {
+            // SAFETY: `self` proves that the machine has this register-only instruction.
+            unsafe { u32::from(_mm512_cmp_ps_mask::<_CMP_GT_OQ>(v, than)) }
+        }
+        #[inline(always)]
         fn sum(self, v: __m512) -> f32 {
             // SAFETY: `self` proves that the machine has these register-only instructions.
             unsafe {

@@ -46,6 +46,8 @@ pub(crate) trait Engine: Copy {
     fn zero_below(self, v: Self::V, x: Self::V, floor: f32) -> Self::V;
     /// `v`, or 0 where it is -inf.
     fn finite_or_zero(self, v: Self::V) -> Self::V;
+    /// A bit for each lane of `v` that is larger than that of `than`; none where either is NaN.
+    fn above(self, v: Self::V, than: Self::V) -> u32;
     /// The sum of the lanes: lane i + lane i + W/2 for all i, then the same on the halves.
     fn sum(self, v: Self::V) -> f32;
     /// `acc + a * b` over a pair (or one half of it).

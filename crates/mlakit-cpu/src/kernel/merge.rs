@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::dense::{LseBase, OutFormat};
+use super::attention::{LseBase, OutFormat};
 use super::engine::Engine;
 use super::store::store_chunk;
 use crate::numerics::{exp2, log2};
@@ -83,7 +83,7 @@ pub(super) unsafe fn merge<E: Engine>(e: E, call: &MergeCall, lanes: Range<usize
 }
 
 /// NaN in BF16.
-const BF16_NAN: u16 = 0x7fc0;
+pub(super) const BF16_NAN: u16 = 0x7fc0;
 
 /// What the partials of one (row, head) amount to.
 struct Weights {
@@ -136,9 +136,10 @@ unsafe fn weigh(call: &MergeCall, lane: usize) -> Weights {
         max = max.max(unsafe { partial_lse(call, split, lane) });
     }
     if max == f32::NEG_INFINITY {
+        let alone = call.sink_in_lse && !call.sink.is_null();
         // SAFETY: the sink has an entry for each head.
-        let lse = if call.sink_in_lse { unsafe { sink_alone(call, lane) } } else { max };
-        return Weights { max, factor: 0.0, lse };
+        let sink = || sink_alone(unsafe { *call.sink.add(lane % call.heads) }, call.out_lse_base);
+        return Weights { max, factor: 0.0, lse: if alone { sink() } else { max } };
     }
     let mut sum = 0.0;
     for split in 0..call.splits {
@@ -153,15 +154,11 @@ unsafe fn weigh(call: &MergeCall, lane: usize) -> Weights {
     let mut denominator = sum;
     if !call.sink.is_null() {
         // SAFETY: the sink has an entry for each head.
-        let sink = f64::from(unsafe { *call.sink.add(lane % call.heads) });
-        let sink_log2 = sink * std::f64::consts::LOG2_E;
-        denominator += exp2_saturating((sink_log2 - max_log2) as f32);
+        let sink = unsafe { *call.sink.add(lane % call.heads) };
+        let (counted, lse_counted) = with_sink(max_log2, sum, sink);
+        denominator = counted;
         if call.sink_in_lse {
-            lse_log2 = if denominator < f32::INFINITY {
-                max_log2 + log2(f64::from(denominator))
-            } else {
-                sink_log2
-            };
+            lse_log2 = lse_counted;
         }
     }
     let lse = match call.out_lse_base {
@@ -171,18 +168,18 @@ unsafe fn weigh(call: &MergeCall, lane: usize) -> Weights {
     Weights { max, factor: 1.0 / denominator, lse }
 }
 
-/// The log-sum-exp of a sink and nothing else.
-///
-/// # Safety
-/// The sink, where there is one, has an entry for each head.
+/// A denominator relative to `2^max_log2` that counts a sink, and its base-2 logarithm.
 #[inline(always)]
-unsafe fn sink_alone(call: &MergeCall, lane: usize) -> f32 {
-    if call.sink.is_null() {
-        return f32::NEG_INFINITY;
-    }
-    // SAFETY: the caller's contract.
-    let sink = unsafe { *call.sink.add(lane % call.heads) };
-    match call.out_lse_base {
+pub(super) fn with_sink(max_log2: f64, sum: f32, sink: f32) -> (f32, f64) {
+    let sink_log2 = f64::from(sink) * std::f64::consts::LOG2_E;
+    let denominator = sum + exp2_saturating((sink_log2 - max_log2) as f32);
+    let all = max_log2 + log2(f64::from(denominator));
+    (denominator, if denominator < f32::INFINITY { all } else { sink_log2 })
+}
+
+/// The log-sum-exp of a sink and nothing else.
+pub(super) fn sink_alone(sink: f32, base: LseBase) -> f32 {
+    match base {
         LseBase::Natural => sink,
         LseBase::Two => (f64::from(sink) * std::f64::consts::LOG2_E) as f32,
     }

@@ -2,6 +2,7 @@
 //! [`Kernels`] is the way in.
 
 mod amx;
+mod attention;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
@@ -10,12 +11,15 @@ mod avx512;
 mod avx512bf16;
 pub(crate) mod dense;
 mod engine;
+pub(crate) mod indexer;
 mod linear;
 mod merge;
 mod projection;
 mod scalar;
+pub(crate) mod sparse;
 mod store;
 mod tiles;
+pub mod topk;
 
 use std::ops::Range;
 
@@ -24,13 +28,15 @@ use crate::isa::{Isa, IsaUnavailable};
 /// Whether this process may use the tiles of AMX.
 #[cfg(target_arch = "x86_64")]
 pub(crate) use amx::is_usable as tiles_are_usable;
-pub use dense::{
-    BLOCK, Counted, DenseCall, DenseItem, Geometry, KeyCache, KeyFormat, LseBase, OutFormat,
-    Output, Queries, QueryFormat, Visible,
+pub use attention::{
+    Attention, BLOCK, Geometry, Lanes, LseBase, OutFormat, Output, Queries, QueryFormat, Sink,
 };
+pub use dense::{Counted, DenseCall, DenseItem, KeyCache, KeyFormat, Visible};
+pub use indexer::{IndexCache, IndexCall, IndexFormat, IndexItem, MAX_ITEM_ROWS};
 pub use linear::{Experts, LinearCall, LinearOut, pack_row, packed_words};
 pub use merge::MergeCall;
 pub use projection::{ProjectionCall, ProjectionTask};
+pub use sparse::{List, RecordCache, RecordRows, SparseCall, SparseItem};
 
 /// The kernels of one instruction set. A value proves that the machine has it, or that tiles are emulated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,6 +60,45 @@ macro_rules! entries {
             pub(super) unsafe fn dense(call: &DenseCall<'_>, item: &DenseItem, scratch: *mut u8) {
                 // SAFETY: the contract of this function.
                 unsafe { dense::forward($engine, call, item, scratch) }
+            }
+
+            /// # Safety
+            /// As `Kernels::sparse`, on a machine with the features.
+            $(#[target_feature(enable = $features)])?
+            pub(super) unsafe fn sparse(
+                call: &SparseCall<'_>,
+                item: &SparseItem,
+                scratch: *mut u8,
+            ) {
+                // SAFETY: the contract of this function.
+                unsafe { sparse::forward($engine, call, item, scratch) }
+            }
+
+            /// # Safety
+            /// As `Kernels::index`, on a machine with the features.
+            $(#[target_feature(enable = $features)])?
+            pub(super) unsafe fn index(
+                call: &IndexCall,
+                item: &IndexItem,
+                lists: &mut [topk::Candidates<'_>; MAX_ITEM_ROWS],
+                scratch: *mut u8,
+            ) {
+                // SAFETY: the contract of this function.
+                unsafe { indexer::forward($engine, call, item, lists, scratch) }
+            }
+
+            /// # Safety
+            /// On a machine with the features.
+            $(#[target_feature(enable = $features)])?
+            pub(super) unsafe fn select(
+                list: &mut topk::Candidates<'_>,
+                scores: &[f32],
+                first: usize,
+            ) {
+                #[allow(unused_unsafe, reason = "the engine of plain code is always there")]
+                // SAFETY: the machine has the features.
+                let engine = unsafe { $engine };
+                list.push_scores(engine, scores, first);
             }
 
             /// # Safety
@@ -105,7 +150,7 @@ entries!(
     "avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vbmi"
 );
 
-/// The entry point of dense attention on tiles, compiled with the features of the vectors beside them.
+/// The entry points of attention and indexers on tiles, compiled with the features of the vectors beside them.
 macro_rules! tile_entry {
     ($module:ident, $unit:expr $(, $features:literal)?) => {
         mod $module {
@@ -117,6 +162,31 @@ macro_rules! tile_entry {
             pub(super) unsafe fn dense(call: &DenseCall<'_>, item: &DenseItem, scratch: *mut u8) {
                 // SAFETY: the contract of this function.
                 unsafe { dense::amx::forward(&mut $unit, call, item, scratch) }
+            }
+
+            /// # Safety
+            /// As `Kernels::sparse`, on a machine with the features and the unit.
+            $(#[target_feature(enable = $features)])?
+            pub(super) unsafe fn sparse(
+                call: &SparseCall<'_>,
+                item: &SparseItem,
+                scratch: *mut u8,
+            ) {
+                // SAFETY: the contract of this function.
+                unsafe { sparse::amx::forward(&mut $unit, call, item, scratch) }
+            }
+
+            /// # Safety
+            /// As `Kernels::index`, on a machine with the features and the unit.
+            $(#[target_feature(enable = $features)])?
+            pub(super) unsafe fn index(
+                call: &IndexCall,
+                item: &IndexItem,
+                lists: &mut [topk::Candidates<'_>; MAX_ITEM_ROWS],
+                scratch: *mut u8,
+            ) {
+                // SAFETY: the contract of this function.
+                unsafe { indexer::forward_on_tiles(&mut $unit, call, item, lists, scratch) }
             }
         }
     };
@@ -153,6 +223,27 @@ macro_rules! dispatch {
         #[cfg(not(target_arch = "x86_64"))]
         unsafe {
             scalar_entries::$entry($($argument),*)
+        }
+    }};
+}
+
+/// Calls an entry point on tiles.
+macro_rules! dispatch_tiles {
+    ($kernels:expr, $entry:ident($($argument:expr),*)) => {{
+        // SAFETY: `Kernels::new` found the instructions and tiles on this machine, or tiles are emulated; the
+        // rest is the caller's contract.
+        #[cfg(target_arch = "x86_64")]
+        unsafe {
+            match ($kernels.emulated, $kernels.scalar_with_fma) {
+                (false, _) => amx_entry::$entry($($argument),*),
+                (true, true) => emulated_fma_entry::$entry($($argument),*),
+                (true, false) => emulated_entry::$entry($($argument),*),
+            }
+        }
+        // SAFETY: the caller's contract.
+        #[cfg(not(target_arch = "x86_64"))]
+        unsafe {
+            emulated_entry::$entry($($argument),*)
         }
     }};
 }
@@ -205,7 +296,7 @@ impl Kernels {
         max_heads: usize,
     ) -> usize {
         if self.isa == Isa::Amx {
-            return dense::amx::scratch_bytes(geometry, max_rows, max_heads);
+            return attention::amx::scratch::bytes(geometry, max_rows, max_heads);
         }
         #[cfg(target_arch = "x86_64")]
         let bytes = match self.vectors() {
@@ -217,6 +308,54 @@ impl Kernels {
         #[cfg(not(target_arch = "x86_64"))]
         let bytes = dense::scratch_bytes::<scalar::Scalar>;
         bytes(geometry, format, max_rows, max_heads)
+    }
+
+    /// Bytes of scratch that one worker of an indexer needs for items of at most `max_rows` rows. No
+    /// alignment is needed, no contents are kept or expected.
+    pub fn index_scratch_bytes(self, call: &IndexCall, max_rows: usize) -> usize {
+        if self.isa == Isa::Amx {
+            // The vectors beside tiles have sixteen lanes and multiply pairs, as plain code does.
+            return indexer::scratch_bytes::<scalar::Scalar>(call, indexer::Grain::Tiles, max_rows);
+        }
+        #[cfg(target_arch = "x86_64")]
+        let bytes = match self.vectors() {
+            Isa::Scalar | Isa::Amx => indexer::scratch_bytes::<scalar::Scalar>,
+            Isa::Avx2 => indexer::scratch_bytes::<avx2::Avx2>,
+            Isa::Avx512 => indexer::scratch_bytes::<avx512::Avx512>,
+            Isa::Avx512Bf16 => indexer::scratch_bytes::<avx512bf16::Avx512Bf16>,
+        };
+        #[cfg(not(target_arch = "x86_64"))]
+        let bytes = indexer::scratch_bytes::<scalar::Scalar>;
+        bytes(call, indexer::Grain::Vectors, max_rows)
+    }
+
+    /// Query rows that an item of an indexer should have. It decides speed only.
+    pub fn index_rows_per_item(self, heads: usize) -> usize {
+        (256 / heads.max(1)).clamp(1, MAX_ITEM_ROWS)
+    }
+
+    /// Scores the keys of an item and adds them to the candidates of its rows; `lists` beyond the
+    /// item's rows are not looked at. A score's bits do not depend on the item.
+    ///
+    /// # Safety
+    /// The pointers of `call` and `item` are valid as their fields say, and `scratch` is writable for
+    /// [`Kernels::index_scratch_bytes`] and used by this worker alone.
+    pub unsafe fn index(
+        self,
+        call: &IndexCall,
+        item: &IndexItem,
+        lists: &mut [topk::Candidates<'_>; MAX_ITEM_ROWS],
+        scratch: *mut u8,
+    ) {
+        if self.isa == Isa::Amx {
+            return dispatch_tiles!(self, index(call, item, lists, scratch));
+        }
+        dispatch!(self, index(call, item, lists, scratch))
+    }
+
+    /// Adds scores of the positions from `first` on to a list of candidates.
+    pub fn select(self, list: &mut topk::Candidates<'_>, scores: &[f32], first: usize) {
+        dispatch!(self, select(list, scores, first))
     }
 
     /// Query rows that an item should have, so that its accumulators stay in the second-level cache
@@ -234,30 +373,41 @@ impl Kernels {
     /// fields say; rows and heads of the item exist and are not empty.
     pub unsafe fn dense(self, call: &DenseCall<'_>, item: &DenseItem, scratch: *mut u8) {
         if self.isa == Isa::Amx {
-            // SAFETY: the contract of this function.
-            return unsafe { self.dense_on_tiles(call, item, scratch) };
+            return dispatch_tiles!(self, dense(call, item, scratch));
         }
         dispatch!(self, dense(call, item, scratch))
     }
 
-    /// # Safety
-    /// As [`Kernels::dense`].
-    unsafe fn dense_on_tiles(self, call: &DenseCall<'_>, item: &DenseItem, scratch: *mut u8) {
-        // SAFETY: `Kernels::new` found the instructions and tiles on this machine, or tiles are emulated; the
-        // rest is the caller's contract.
+    /// Bytes of scratch that one worker needs for items of at most `max_heads` heads of sparse
+    /// attention. No alignment is needed, no contents are kept or expected.
+    pub fn sparse_scratch_bytes(self, geometry: Geometry, max_heads: usize) -> usize {
+        if self.isa == Isa::Amx {
+            return attention::amx::scratch::bytes(geometry, 1, max_heads);
+        }
         #[cfg(target_arch = "x86_64")]
-        unsafe {
-            match (self.emulated, self.scalar_with_fma) {
-                (false, _) => amx_entry::dense(call, item, scratch),
-                (true, true) => emulated_fma_entry::dense(call, item, scratch),
-                (true, false) => emulated_entry::dense(call, item, scratch),
-            }
-        }
-        // SAFETY: the caller's contract.
+        let bytes = match self.vectors() {
+            Isa::Scalar | Isa::Amx => sparse::scratch_bytes::<scalar::Scalar>,
+            Isa::Avx2 => sparse::scratch_bytes::<avx2::Avx2>,
+            Isa::Avx512 => sparse::scratch_bytes::<avx512::Avx512>,
+            Isa::Avx512Bf16 => sparse::scratch_bytes::<avx512bf16::Avx512Bf16>,
+        };
         #[cfg(not(target_arch = "x86_64"))]
-        unsafe {
-            emulated_entry::dense(call, item, scratch)
+        let bytes = sparse::scratch_bytes::<scalar::Scalar>;
+        bytes(geometry, max_heads)
+    }
+
+    /// Computes one item of a sparse attention call.
+    ///
+    /// # Safety
+    /// The pointers of `call` and `item` are valid as their fields say, the output is not used by
+    /// another thread during the call, and `scratch` is writable for
+    /// [`Kernels::sparse_scratch_bytes`] and used by this worker alone. The geometry holds what its
+    /// fields say; the item has one row, and its heads exist and are not empty.
+    pub unsafe fn sparse(self, call: &SparseCall<'_>, item: &SparseItem, scratch: *mut u8) {
+        if self.isa == Isa::Amx {
+            return dispatch_tiles!(self, sparse(call, item, scratch));
         }
+        dispatch!(self, sparse(call, item, scratch))
     }
 
     /// Merges the partials of the (row, head) pairs `lanes`, numbered `row * heads + head`.

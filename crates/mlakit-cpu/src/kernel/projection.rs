@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::dense::OutFormat;
+use super::attention::OutFormat;
 use super::engine::Engine;
 use super::store::store_chunk;
 use super::tiles::{self, Left, Matrix};

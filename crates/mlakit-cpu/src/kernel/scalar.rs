@@ -70,6 +70,14 @@ impl Engine for Scalar {
         map(|i| if v[i] == f32::NEG_INFINITY { 0.0 } else { v[i] })
     }
     #[inline(always)]
+    fn above(self, v: Lanes, than: Lanes) -> u32 {
+        let mut mask = 0;
+        for i in 0..16 {
+            mask |= u32::from(v[i] > than[i]) << i;
+        }
+        mask
+    }
+    #[inline(always)]
     fn sum(self, mut v: Lanes) -> f32 {
         let mut half = 8;
         while half > 0 {

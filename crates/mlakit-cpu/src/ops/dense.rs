@@ -13,8 +13,8 @@ use super::merge::{self, Shape as MergeShape};
 use super::{Shared, fault, read, scale, view_words, write};
 use crate::device::{Cpu, Facts, Queue};
 use crate::kernel::{
-    self, Counted, DenseCall, DenseItem, Geometry, Kernels, KeyCache, KeyFormat, OutFormat, Output,
-    Queries, QueryFormat,
+    self, Attention, Counted, DenseCall, DenseItem, Geometry, Kernels, KeyCache, KeyFormat, Lanes,
+    OutFormat, Output, Queries, QueryFormat,
 };
 use crate::pool::Pool;
 
@@ -29,6 +29,7 @@ const HEAD_GRAIN: usize = 16;
 /// Code of dense attention: kernels, and what of the plan they need.
 pub struct DenseCode {
     kernels: Kernels,
+    keys: KeyFormat,
     spec: DenseSpec,
     division: Division,
     threads: usize,
@@ -64,8 +65,9 @@ fn shape(facts: &Facts, spec: &DenseSpec, splits: usize) -> Option<(usize, usize
     } else {
         1
     };
-    let bytes = kernels
-        .map_or(0, |k| k.dense_scratch_bytes(geometry(spec), key_format(spec), rows, spec.heads));
+    let format = key_format(spec)?;
+    let bytes =
+        kernels.map_or(0, |k| k.dense_scratch_bytes(geometry(spec), format, rows, spec.heads));
     let groups = spec.max_rows.div_ceil(rows).checked_add(spec.max_batch)?;
     let items = groups.checked_mul(splits)?.checked_add(facts.threads * 2)?;
     Some((rows, bytes.next_multiple_of(256), items))
@@ -80,10 +82,12 @@ fn geometry(spec: &DenseSpec) -> Geometry {
     Geometry { heads: spec.heads, qk_width: spec.qk_width, value_width: spec.value_width }
 }
 
-fn key_format(spec: &DenseSpec) -> KeyFormat {
+/// How dense attention reads a record, if it does.
+fn key_format(spec: &DenseSpec) -> Option<KeyFormat> {
     match spec.record {
-        RecordFormat::Bf16 => KeyFormat::Bf16,
-        RecordFormat::E4m3 => KeyFormat::E4m3,
+        RecordFormat::Bf16 => Some(KeyFormat::Bf16),
+        RecordFormat::E4m3 => Some(KeyFormat::E4m3),
+        _ => None,
     }
 }
 
@@ -97,6 +101,13 @@ impl Runs<Dense> for Cpu {
             because,
             instead: "a smaller capacity, or a budget".to_string(),
         };
+        if key_format(spec).is_none() {
+            return Err(Refusal {
+                what: format!("dense attention over {} records", spec.record.name()),
+                because: "its kernels read bf16 and e4m3".to_string(),
+                instead: "sparse attention, or a cache of bf16 or e4m3 records".to_string(),
+            });
+        }
         let per_item = (128 / spec.heads.max(1)).max(1);
         let busy = spec.max_rows / per_item >= 4 * facts.threads;
         let wanted = if busy { 1 } else { facts.threads };
@@ -104,13 +115,12 @@ impl Runs<Dense> for Cpu {
         let too_many = || refuse("the list of items does not fit the address space".to_string());
         let (_, worker, items) = shape(facts, spec, splits).ok_or_else(too_many)?;
         Ok(Choice {
-            kernel: super::kernel_name("dense", facts),
             splits,
-            partials_stay_on_chip: false,
             work: vec![
                 RegionSpec::new(WORKERS, worker.saturating_mul(facts.threads)),
                 RegionSpec::new(ITEMS, items.saturating_mul(size_of::<Item>())),
             ],
+            ..Choice::of(super::kernel_name("dense", facts))
         })
     }
 
@@ -119,8 +129,11 @@ impl Runs<Dense> for Cpu {
         let facts = mlakit::Device::facts(self);
         let (rows_per_item, worker_bytes, _) = shape(facts, &spec, plan.choice().splits)
             .ok_or_else(|| Error::contract("max_rows", "items that can be counted", "more"))?;
+        let keys = key_format(&spec)
+            .ok_or_else(|| Error::contract("record", "bf16 or e4m3", spec.record.name()))?;
         Ok(Arc::new(DenseCode {
             kernels: self.kernels()?,
+            keys,
             division: plan.division(),
             threads: facts.threads,
             rows_per_item,
@@ -373,9 +386,7 @@ impl Launch {
             visible: self.visible(item),
             tokens: item.begin as usize..item.end as usize,
             counted: Counted::default(),
-            out: self.output(item.split as usize, rows.start),
-            rows,
-            heads,
+            lanes: Lanes { out: self.output(item.split as usize, rows.start), rows, heads },
         };
         debug_assert!(worker < self.code.threads);
         let scratch =
@@ -433,16 +444,8 @@ impl Launch {
                 scale(spec.has_query_scale(), self.r.q_scale),
             )
         };
-        DenseCall {
+        let attention = Attention {
             geometry: geometry(spec),
-            cache: KeyCache {
-                base: view.base as *const u8,
-                pages: view.pages as usize,
-                page_size: spec.page_size,
-                page_stride_bytes: view.page_stride_bytes,
-                record_bytes: spec.pages().record.bytes() as u64,
-                format: key_format(spec),
-            },
             queries: Queries {
                 base: self.r.q.address() as *const u8,
                 format: match (spec.query, spec.quantize_query) {
@@ -451,8 +454,20 @@ impl Launch {
                     (QueryDtype::Bf16, false) => QueryFormat::Bf16,
                 },
             },
-            score_scale_log2: DenseCall::score_scale(spec.softmax_scale.value(), kv_scale, q_scale),
+            score_scale_log2: Attention::score_scale(spec.softmax_scale.value(), kv_scale, q_scale),
             value_scale: kv_scale,
+            sink: None,
+        };
+        DenseCall {
+            attention,
+            cache: KeyCache {
+                base: view.base as *const u8,
+                pages: view.pages as usize,
+                page_size: spec.page_size,
+                page_stride_bytes: view.page_stride_bytes,
+                record_bytes: spec.pages().record.bytes() as u64,
+                format: self.code.keys,
+            },
             window: spec.window,
             // SAFETY: the scratch of this launch.
             faults: unsafe { fault(self.r.scratch, Fault::Id) },

@@ -53,11 +53,11 @@ elementwise!(Embed, EmbedSpec, EmbedRegions, "embed_scalar", embed);
 elementwise!(Activation, ActivationSpec, ActivationRegions, "activation_scalar", activation);
 
 /// Multiply-adds that an exponential or a sine is worth.
-const FUNCTION: usize = 16;
+pub(super) const FUNCTION: usize = 16;
 
 /// A tensor of either dtype that is read.
 #[derive(Clone, Copy)]
-enum Source<'r> {
+pub(super) enum Source<'r> {
     Bf16(&'r [bf16]),
     F32(&'r [f32]),
 }
@@ -65,7 +65,7 @@ enum Source<'r> {
 impl<'r> Source<'r> {
     /// # Safety
     /// As [`read`].
-    unsafe fn new(float: Float, region: Region, len: usize) -> Self {
+    pub(super) unsafe fn new(float: Float, region: Region, len: usize) -> Self {
         // SAFETY: the caller's contract.
         unsafe {
             match float {
@@ -75,7 +75,7 @@ impl<'r> Source<'r> {
         }
     }
 
-    fn at(self, index: usize) -> f32 {
+    pub(super) fn at(self, index: usize) -> f32 {
         match self {
             Self::Bf16(values) => values[index].to_f32(),
             Self::F32(values) => values[index],
@@ -100,45 +100,94 @@ unsafe fn part<'r, T>(shared: &Shared<T>, range: Range<usize>) -> &'r mut [T] {
 fn norm(pool: &Pool, spec: &NormSpec, r: &NormRegions) {
     let (width, in_stride, out_stride) = (spec.width, spec.in_stride(), spec.out_stride());
     let elements = strided(r.rows, in_stride, width);
+    let biases = if spec.bias { width } else { 0 };
     // SAFETY: operands of this launch, bound at these sizes.
-    let (x, weight): (Source<'_>, &[f32]) =
-        unsafe { (Source::new(spec.input, r.x, elements), read(r.weight, width)) };
+    let (x, weight, bias): (Source<'_>, &[f32], &[f32]) = unsafe {
+        (Source::new(spec.input, r.x, elements), read(r.weight, width), read(r.bias, biases))
+    };
     let (y, wide) = (Shared::<bf16>::of(r.y), Shared::<f32>::of(r.y_wide));
     divide(pool, (r.rows, 1), width * 4, &|rows| {
         for row in rows {
             let first = row * in_stride;
-            let root = match x {
-                Source::F32(x) => root(x[first..first + width].iter().copied(), spec),
-                Source::Bf16(x) => root(x[first..first + width].iter().map(|v| v.to_f32()), spec),
+            let Moments { scale, mean, root } = match x {
+                Source::F32(x) => moments(x[first..first + width].iter().copied(), spec),
+                Source::Bf16(x) => {
+                    moments(x[first..first + width].iter().map(|v| v.to_f32()), spec)
+                }
+            };
+            let value = |i: usize| {
+                let scaled = x.at(first + i) * scale;
+                // Without a mean or a bias nothing is subtracted or added: that would change the sign of a zero.
+                let centered = if spec.center { scaled - mean } else { scaled };
+                let y = centered * root * weight[i];
+                if spec.bias { y + bias[i] } else { y }
             };
             if spec.narrow {
                 // SAFETY: the row of this task alone; the output was bound at this size.
                 let y = unsafe { part(&y, row * out_stride..row * out_stride + width) };
                 for (i, y) in y.iter_mut().enumerate() {
-                    *y = bf16::from_f32(x.at(first + i) * root * weight[i]);
+                    *y = bf16::from_f32(value(i));
                 }
             }
             if spec.wide {
                 // SAFETY: as above.
                 let wide = unsafe { part(&wide, row * width..(row + 1) * width) };
                 for (i, wide) in wide.iter_mut().enumerate() {
-                    *wide = x.at(first + i) * root * weight[i];
+                    *wide = value(i);
                 }
             }
         }
     });
 }
 
-/// 1 / sqrt(mean of squares + eps). Eight running sums, so that the loop is not one chain of additions; no fused multiply-add, which
-/// without the instruction is a library call.
-fn root(values: impl ExactSizeIterator<Item = f32>, spec: &NormSpec) -> f32 {
+/// What a row is multiplied by whose squares overflow F32: exact, and far enough from both ends for the squares of any finite row,
+/// however wide.
+const SCALE_DOWN: f32 = 1.0 / (1u128 << 80) as f32;
+
+/// What a row is normalised by.
+struct Moments {
+    /// A factor for the elements. It is 1, which changes no bit, unless the sum of the squares is not finite.
+    scale: f32,
+    /// Their mean once they are multiplied by it; 0 where the `Spec` does not center.
+    mean: f32,
+    /// 1 / sqrt(mean of their squares + eps), likewise, and with the mean subtracted.
+    root: f32,
+}
+
+fn moments(values: impl ExactSizeIterator<Item = f32> + Clone, spec: &NormSpec) -> Moments {
+    let mean = |scale: f32| -> f32 {
+        if !spec.center {
+            return 0.0;
+        }
+        let sum: f64 = values.clone().map(|value| f64::from(value * scale)).sum();
+        (sum / spec.width as f64) as f32
+    };
+    let squares = |scale: f32, mean: f32| {
+        let scaled = values.clone().map(move |value| value * scale);
+        if spec.center {
+            sum_of_squares(scaled.map(|value| value - mean))
+        } else {
+            sum_of_squares(scaled)
+        }
+    };
+    let (mut scale, mut center) = (1.0, mean(1.0));
+    let mut sum = squares(scale, center);
+    if !sum.is_finite() {
+        (scale, center) = (SCALE_DOWN, mean(SCALE_DOWN));
+        sum = squares(scale, center);
+    }
+    let square = sum / spec.width as f64 + f64::from(spec.eps.value()) * f64::from(scale).powi(2);
+    Moments { scale, mean: center, root: (1.0 / square.sqrt()) as f32 }
+}
+
+/// Eight running sums, so that the loop is not one chain of additions; no fused multiply-add, which without the instruction is a
+/// library call.
+fn sum_of_squares(values: impl Iterator<Item = f32>) -> f64 {
     let mut sums = [0.0f32; 8];
     for (i, value) in values.enumerate() {
         sums[i % 8] += value * value;
     }
-    let sum: f64 = sums.iter().map(|sum| f64::from(*sum)).sum();
-    let mean = sum / spec.width as f64 + f64::from(spec.eps.value());
-    (1.0 / mean.sqrt()) as f32
+    sums.iter().map(|sum| f64::from(*sum)).sum()
 }
 
 /// The widest rotated part whose cosines and sines fit the stack; a wider one is rotated in pieces.
@@ -147,7 +196,8 @@ const PAIRS: usize = 128;
 fn rotary(pool: &Pool, spec: &RotarySpec, r: &RotaryRegions) {
     let (in_stride, out_stride) = (spec.in_stride(), spec.out_stride());
     let pairs = spec.width / 2;
-    let elements = strided(r.rows * spec.heads, in_stride, spec.width);
+    let elements = strided(r.rows * spec.heads, in_stride, spec.head_width());
+    let around = [0..spec.before, spec.before + spec.width..spec.head_width()];
     // SAFETY: operands of this launch, bound at these sizes.
     let (x, positions, inv_freq): (Source<'_>, &[i32], &[f32]) = unsafe {
         (Source::new(spec.input, r.x, elements), read(r.positions, r.rows), read(r.inv_freq, pairs))
@@ -158,8 +208,15 @@ fn rotary(pool: &Pool, spec: &RotarySpec, r: &RotaryRegions) {
         RotaryStyle::Pair => (2, 1),
         RotaryStyle::Half => (1, pairs),
     };
-    divide(pool, (r.rows, 1), pairs * FUNCTION + spec.heads * spec.width * 2, &|rows| {
+    divide(pool, (r.rows, 1), pairs * FUNCTION + spec.heads * spec.head_width() * 2, &|rows| {
         for row in rows {
+            for head in row * spec.heads..(row + 1) * spec.heads {
+                for i in around.iter().cloned().flatten() {
+                    let value = bf16::from_f32(x.at(head * in_stride + i));
+                    // SAFETY: an element of this task's row; the output was bound at this size.
+                    unsafe { *y.get().add(head * out_stride + i) = value };
+                }
+            }
             for piece in (0..pairs).step_by(PAIRS) {
                 let count = PAIRS.min(pairs - piece);
                 let mut turn = [(0.0f32, 0.0f32); PAIRS];
@@ -169,7 +226,7 @@ fn rotary(pool: &Pool, spec: &RotarySpec, r: &RotaryRegions) {
                 }
                 for head in row * spec.heads..(row + 1) * spec.heads {
                     for (j, (cos, sin)) in turn[..count].iter().enumerate() {
-                        let i = (piece + j) * step;
+                        let i = spec.before + (piece + j) * step;
                         let from = head * in_stride + i;
                         let (a, b) = (x.at(from), x.at(from + gap));
                         let to = head * out_stride + i;

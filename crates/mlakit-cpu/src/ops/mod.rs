@@ -5,10 +5,15 @@
 
 mod choice;
 mod dense;
+mod hadamard;
+mod indexer;
 mod layer;
 mod linear;
 mod merge;
+mod pool;
 mod projection;
+mod selection;
+mod sparse;
 mod writer;
 
 use std::ops::Range;
@@ -24,14 +29,18 @@ use crate::pool::Pool;
 
 /// The name of a kernel that is compiled for every instruction set.
 fn kernel_name(operation: &'static str, facts: &Facts) -> &'static str {
-    // Beside AMX only dense attention runs on tiles.
+    // Only attention and indexers run on tiles.
     let isa = match (facts.isa, operation) {
         (Isa::Amx, "dense") => return "dense_amx",
+        (Isa::Amx, "sparse") => return "sparse_amx",
+        (Isa::Amx, "indexer") => return "indexer_amx",
         (Isa::Amx, _) => Isa::Avx512,
         (isa, _) => isa,
     };
     let names = match operation {
+        "sparse" => ["sparse_scalar", "sparse_avx2", "sparse_avx512", "sparse_avx512bf16"],
         "dense" => ["dense_scalar", "dense_avx2", "dense_avx512", "dense_avx512bf16"],
+        "indexer" => ["indexer_scalar", "indexer_avx2", "indexer_avx512", "indexer_avx512bf16"],
         "merge" => ["merge_scalar", "merge_avx2", "merge_avx512", "merge_avx512bf16"],
         "linear" => ["linear_scalar", "linear_avx2", "linear_avx512", "linear_avx512bf16"],
         _ => ["projection_scalar", "projection_avx2", "projection_avx512", "projection_avx512bf16"],

@@ -4,10 +4,11 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use half::bf16;
 use mlakit::op::writer::{Writer, WriterRegions, WriterSpec};
+use mlakit::record::Plane;
 use mlakit::scratch::Fault;
 use mlakit::{Choice, Error, Plan, Refusal, Runs};
 
-use super::{Shared, divide, fault, read, scale, view_words};
+use super::{fault, read, scale, view_words};
 use crate::device::{Cpu, Facts, Queue};
 use crate::pool::Pool;
 
@@ -37,22 +38,27 @@ impl Runs<Writer> for Cpu {
     }
 }
 
-/// Rows are divided among threads; of two rows for one slot the later must stay, so a batch in which slots repeat is written by one.
+/// Elements that a thread should write at least; fewer cost less than waking it.
+const WORTH_A_THREAD: usize = 1 << 11;
+
+/// Rows are divided among threads by their slots, so rows of one slot are written by one thread, in their order: the later stays, and
+/// nothing needs to look for repeated slots.
 fn run(pool: &Pool, spec: &WriterSpec, r: &WriterRegions) {
     // SAFETY: operands of this launch, bound at these sizes.
     let slots: &[i64] = unsafe { read(r.slots, r.rows) };
-    let ascending = slots.windows(2).all(|pair| pair[0] < pair[1] || pair[1] < 0);
-    let width = spec.latent_width + spec.rope_width;
-    let cost = if ascending { width } else { 0 };
-    divide(pool, (r.rows, 1), cost, &|rows| {
-        for row in rows {
-            write_row(spec, r, (row, slots[row]));
+    let elements = r.rows * spec.widths().iter().sum::<usize>();
+    let tasks = pool.threads().min(elements / WORTH_A_THREAD).max(1) as u64;
+    pool.run(tasks as usize, &|task, _| {
+        for (row, slot) in slots.iter().enumerate() {
+            match u64::try_from(*slot) {
+                Ok(slot) if slot % tasks == task as u64 => write_row(spec, r, (row, slot)),
+                _ => {}
+            }
         }
     });
 }
 
-fn write_row(spec: &WriterSpec, r: &WriterRegions, (row, slot): (usize, i64)) {
-    let Ok(slot) = u64::try_from(slot) else { return };
+fn write_row(spec: &WriterSpec, r: &WriterRegions, (row, slot): (usize, u64)) {
     // SAFETY: the view of this launch.
     let view = unsafe { view_words(r.view) };
     let (page, offset) = (slot / spec.page_size as u64, slot % spec.page_size as u64);
@@ -61,9 +67,8 @@ fn write_row(spec: &WriterSpec, r: &WriterRegions, (row, slot): (usize, i64)) {
         unsafe { fault(r.scratch, Fault::Id) }.fetch_add(1, Relaxed);
         return;
     }
-    let layout = spec.pages().record;
-    let address = view.base + page * view.page_stride_bytes + offset * layout.bytes() as u64;
-    let to = Shared(address as *mut u8);
+    let page = view.base + page * view.page_stride_bytes;
+    let [first, rope] = spec.widths();
     let part = |region, width: usize| -> &[bf16] {
         // SAFETY: an operand of this launch with at least `rows` rows of `width`.
         let all: &[bf16] = unsafe { read(region, r.rows * width) };
@@ -71,12 +76,22 @@ fn write_row(spec: &WriterSpec, r: &WriterRegions, (row, slot): (usize, i64)) {
     };
     // SAFETY: an operand of this launch with one element where the spec has it.
     let kv_scale = unsafe { scale(spec.record.is_scaled(), r.kv_scale) };
-    let latent = part(r.latent, spec.latent_width);
-    let rope = part(r.rope, spec.rope_width);
-    // SAFETY: the page is one of the pool's and the offset one of the page's, so the record lies in the pool, which this launch writes;
-    // no other task has the same slot.
-    let record = unsafe { std::slice::from_raw_parts_mut(to.get(), layout.bytes()) };
-    let split = layout.bytes_of(spec.latent_width);
-    layout.encode(&mut record[..split], latent, kv_scale);
-    layout.encode(&mut record[split..], rope, kv_scale);
+    let planes = spec.pages().planes();
+    // SAFETY: `offset` is below the page size, so the bytes are the token's in a page of the pool, which this launch writes; no other task
+    // has the same slot.
+    let data = unsafe { token(page, planes.data, offset) };
+    // SAFETY: as above; the planes of a page do not overlap.
+    let scales = unsafe { token(page, planes.scales, offset) };
+    let values = [part(r.latent, first), part(r.rope, rope)];
+    spec.pages().record.encode_parts(data, scales, values, kv_scale);
+}
+
+/// A token's bytes in a plane of the page at an address.
+///
+/// # Safety
+/// They belong to the running launch, and no other slice of them exists meanwhile.
+unsafe fn token<'p>(page: u64, plane: Plane, offset: u64) -> &'p mut [u8] {
+    let address = page + plane.first as u64 + offset * plane.stride as u64;
+    // SAFETY: the caller's contract.
+    unsafe { std::slice::from_raw_parts_mut(address as *mut u8, plane.bytes) }
 }

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use mlakit_cpu::isa::Isa;
 use mlakit_cpu::{Cpu, Facts};
 use suite::dense_inputs::{DenseInputs, Query, shape};
-use suite::{compare, device_suite, invariance, partials, replay};
+use suite::{compare, device_suite, indexer_replay, invariance, partials, replay, sparse_replay};
 
 /// A device with these instructions, or nothing where this machine does not have them.
 fn cpu(isa: Isa, threads: usize) -> Option<Cpu> {
@@ -25,6 +25,8 @@ macro_rules! instructions {
         $(mod $module {
             use super::*;
             device_suite!(cpu(Isa::$isa, $threads));
+            device_suite!(sparse cpu(Isa::$isa, $threads));
+            device_suite!(indexer cpu(Isa::$isa, $threads));
         })*
     };
 }
@@ -78,6 +80,24 @@ fn scalar_defines_the_bits() {
     }
 }
 
+/// The same of sparse attention, over every record whose elements are BF16 numbers, as they are here.
+#[test]
+fn scalar_defines_the_bits_of_sparse_attention() {
+    for record in suite::sparse_inputs::records() {
+        let requests = &[(300, 2), (65, 1), (0, 1)];
+        let mut shape = suite::sparse_inputs::shape(11, (0, 0), 150, requests);
+        shape = shape.with_record(record, false);
+        (shape.strange, shape.sink) = (true, true);
+        let inputs = suite::sparse_inputs::SparseInputs::new(&shape, 3);
+        let [scalar, others @ ..] = &available(2)[..] else { panic!("scalar is everywhere") };
+        let needed = suite::sparse_run::run(scalar, &inputs);
+        for device in others.iter().filter(|d| mlakit::Device::facts(*d).isa != Isa::Amx) {
+            let what = format!("{} {}", mlakit::Device::facts(device), record.name());
+            compare::same_bits(&what, &suite::sparse_run::run(device, &inputs), &needed);
+        }
+    }
+}
+
 /// Counts the calls of all threads, those of the device's pool too.
 struct Counting;
 
@@ -112,6 +132,8 @@ fn runs_and_replays_allocate_nothing() {
         for threads in [1, 2, 3] {
             for device in available(threads) {
                 replay::nothing_is_allocated(&device, &|| CALLS.load(SeqCst));
+                indexer_replay::nothing_is_allocated(&device, &|| CALLS.load(SeqCst));
+                sparse_replay::nothing_is_allocated(&device, &|| CALLS.load(SeqCst));
             }
         }
         return;

@@ -198,9 +198,9 @@ fn bf16_output_is_the_rounded_f32_output_and_natural_lse_follows() {
         let faults = AtomicU32::new(0);
         let mut bf16 = vec![0xffff_u16; 151];
         let mut item = item(&case, 0, 0..1, 0..3, &mut outcome);
-        item.out.values = bf16.as_mut_ptr().cast();
-        item.out.format = OutFormat::Bf16;
-        item.out.lse_base = LseBase::Natural;
+        item.lanes.out.values = bf16.as_mut_ptr().cast();
+        item.lanes.out.format = OutFormat::Bf16;
+        item.lanes.out.lse_base = LseBase::Natural;
         run_item(kernels, &case.call(&faults), &item);
         let rounded: Vec<u16> = expected.out.iter().map(|x| f32_to_bf16(*x)).collect();
         assert_eq!(&bf16[..150], rounded);

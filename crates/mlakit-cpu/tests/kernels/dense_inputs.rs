@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use mlakit_cpu::e4m3;
 use mlakit_cpu::kernel::{
-    Counted, DenseCall, DenseItem, Geometry, Kernels, KeyCache, KeyFormat, LseBase, OutFormat,
-    Output, Queries, QueryFormat, Visible,
+    Attention, Counted, DenseCall, DenseItem, Geometry, Kernels, KeyCache, KeyFormat, Lanes,
+    LseBase, OutFormat, Output, Queries, QueryFormat, Visible,
 };
 use mlakit_cpu::numerics::bf16_to_f32;
 
@@ -182,7 +182,7 @@ impl Case {
     }
 
     pub fn score_scale(&self) -> f32 {
-        DenseCall::score_scale(self.softmax_scale, self.kv_scale, self.q_scale)
+        Attention::score_scale(self.softmax_scale, self.kv_scale, self.q_scale)
     }
 
     /// The keys that row `row` of a request sees.
@@ -198,7 +198,13 @@ impl Case {
 
     pub fn call<'a>(&self, faults: &'a AtomicU32) -> DenseCall<'a> {
         DenseCall {
-            geometry: self.shape.geometry,
+            attention: Attention {
+                geometry: self.shape.geometry,
+                queries: Queries { base: self.queries.as_ptr().cast(), format: self.shape.query },
+                score_scale_log2: self.score_scale(),
+                value_scale: self.kv_scale,
+                sink: None,
+            },
             cache: KeyCache {
                 base: self.cache.as_ptr().cast(),
                 pages: self.pages,
@@ -207,9 +213,6 @@ impl Case {
                 record_bytes: self.record_bytes() as u64,
                 format: self.shape.format,
             },
-            queries: Queries { base: self.queries.as_ptr().cast(), format: self.shape.query },
-            score_scale_log2: self.score_scale(),
-            value_scale: self.kv_scale,
             window: self.shape.window,
             faults,
         }
@@ -286,8 +289,16 @@ pub fn item(
     DenseItem {
         page_table: case.tables[request * case.table_width..].as_ptr(),
         table_width: case.table_width,
-        rows: first..first + rows.len(),
-        heads,
+        lanes: Lanes {
+            rows: first..first + rows.len(),
+            heads,
+            out: Output {
+                values: outcome.out[lane * geometry.value_width..].as_mut_ptr().cast(),
+                format: OutFormat::F32,
+                lse: outcome.lse[lane..].as_mut_ptr(),
+                lse_base: LseBase::Two,
+            },
+        },
         visible: Visible::RightAligned {
             kv_len: kv_len as i32,
             rows: request_rows,
@@ -295,22 +306,16 @@ pub fn item(
         },
         tokens: 0..usize::MAX,
         counted: Counted::default(),
-        out: Output {
-            values: outcome.out[lane * geometry.value_width..].as_mut_ptr().cast(),
-            format: OutFormat::F32,
-            lse: outcome.lse[lane..].as_mut_ptr(),
-            lse_base: LseBase::Two,
-        },
     }
 }
 
 /// Runs an item in scratch full of NaN, at an odd address, and checks that it stays inside.
 pub fn run_item(kernels: Kernels, call: &DenseCall<'_>, item: &DenseItem) {
     let bytes = kernels.dense_scratch_bytes(
-        call.geometry,
+        call.attention.geometry,
         call.cache.format,
-        item.rows.len(),
-        item.heads.len(),
+        item.lanes.rows.len(),
+        item.lanes.heads.len(),
     );
     let mut scratch = vec![0xff_u8; bytes + 65];
     // SAFETY: inputs and outputs are those of the case, the scratch is as long as was asked.

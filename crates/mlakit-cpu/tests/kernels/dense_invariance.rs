@@ -208,7 +208,8 @@ fn threads_do_not_change_a_bit() {
             let mut outcome = Outcome { out: vec![0.0; 24 * 320], lse: vec![0.0; 120], faults: 0 };
             let items: Vec<_> =
                 (0..12).map(|i| item(&case, 0, 2 * i..2 * i + 2, 0..5, &mut outcome)).collect();
-            let bytes = kernels.dense_scratch_bytes(call.geometry, call.cache.format, 2, 5);
+            let bytes =
+                kernels.dense_scratch_bytes(call.attention.geometry, call.cache.format, 2, 5);
             let mut scratch = vec![vec![0xff_u8; bytes]; threads];
             let scratch: Vec<*mut u8> = scratch.iter_mut().map(|s| s.as_mut_ptr()).collect();
             let shared = Shared((call, items, scratch));

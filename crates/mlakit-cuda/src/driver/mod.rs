@@ -49,6 +49,11 @@ macro_rules! driver {
     };
 }
 
+/// `CUtensorMap`: opaque, for the copy engine.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+pub(crate) struct TensorMap(pub(crate) [u8; 128]);
+
 type ParamInfo = unsafe extern "C" fn(RawFunction, usize, *mut usize, *mut usize) -> u32;
 
 driver! {
@@ -95,6 +100,10 @@ driver! {
     );
     launch = "cuLaunchKernelEx"(
         *const sys::CUlaunchConfig, RawFunction, *mut *mut c_void, *mut *mut c_void
+    );
+    tensor_map = "cuTensorMapEncodeTiled"(
+        *mut TensorMap, u32, u32, *mut c_void, *const u64, *const u64, *const u32, *const u32, u32,
+        u32, u32, u32
     );
     graph_nodes = "cuGraphGetNodes"(RawGraph, *mut RawNode, *mut usize);
     graph_node_type = "cuGraphNodeGetType"(RawNode, *mut u32);

@@ -34,7 +34,7 @@ impl Assembled {
     pub fn read(log: &str) -> Result<Self, LogUnread> {
         let unread = || LogUnread(log.to_owned());
         let before = |unit: &str| {
-            let at = log.find(unit)?;
+            let at = log.rfind(unit)?; // what the assembler remarks about the code comes before
             log[..at].split([' ', ',']).rfind(|word| !word.is_empty())?.parse().ok()
         };
         Ok(Self {

@@ -31,6 +31,11 @@ pub(super) fn is_e4m3(record: RecordFormat) -> bool {
     record == RecordFormat::E4m3
 }
 
+/// Blocks of a grid, which a `Spec` or a GPU has bounded.
+pub(super) fn count(number: usize) -> u32 {
+    u32::try_from(number).unwrap_or(u32::MAX)
+}
+
 /// A number that a `Spec` or an operand has bounded, as kernels take it.
 pub(super) fn int(number: usize) -> i32 {
     i32::try_from(number).unwrap_or(i32::MAX)

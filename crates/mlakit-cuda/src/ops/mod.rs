@@ -18,6 +18,7 @@ mod projection;
 mod rotary;
 mod route;
 mod sample;
+mod unbuilt;
 mod writer;
 
 use mlakit::{Op, Plan};

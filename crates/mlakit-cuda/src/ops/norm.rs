@@ -32,7 +32,14 @@ const _: () = assert!(size_of::<Params>() == 64, "the kernel mirrors this");
 impl Runs<Norm> for Cuda {
     type Code = Kernel;
 
-    fn choose(_: &Facts, _: &NormSpec) -> Result<Choice, Refusal> {
+    fn choose(_: &Facts, spec: &NormSpec) -> Result<Choice, Refusal> {
+        if spec.center || spec.bias {
+            return Err(Refusal {
+                what: "layer normalisation (a mean that is subtracted, or a bias)".into(),
+                because: "the kernel normalises by the root mean square alone".into(),
+                instead: "`center` and `bias` false, or the CPU".into(),
+            });
+        }
         Ok(Choice::of("portable_norm"))
     }
 

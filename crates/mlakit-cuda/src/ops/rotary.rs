@@ -39,7 +39,14 @@ const _: () = assert!(size_of::<Params>() == 96, "the kernel mirrors this");
 impl Runs<Rotary> for Cuda {
     type Code = Kernel;
 
-    fn choose(_: &Facts, _: &RotarySpec) -> Result<Choice, Refusal> {
+    fn choose(_: &Facts, spec: &RotarySpec) -> Result<Choice, Refusal> {
+        if spec.before + spec.after > 0 {
+            return Err(Refusal {
+                what: format!("copying {} elements of a head", spec.before + spec.after),
+                because: "the kernel writes the rotated elements alone".into(),
+                instead: "strides and the part of the buffer that is rotated, or the CPU".into(),
+            });
+        }
         Ok(Choice::of("portable_rotary"))
     }
 

@@ -36,7 +36,15 @@ const _: () = assert!(size_of::<Params>() == 72, "the kernel mirrors this");
 impl Runs<Writer> for Cuda {
     type Code = Kernel;
 
-    fn choose(_: &Facts, _: &WriterSpec) -> Result<Choice, Refusal> {
+    fn choose(facts: &Facts, spec: &WriterSpec) -> Result<Choice, Refusal> {
+        if !spec.record.is_plain() {
+            let record = spec.record.name();
+            return Err(Refusal {
+                what: format!("a writer of {record} records, on {facts}"),
+                because: "its kernel writes bf16 and e4m3".to_string(),
+                instead: "record bf16 or e4m3, or the CPU device".to_string(),
+            });
+        }
         Ok(Choice::of("portable_writer"))
     }
 
@@ -96,5 +104,5 @@ fn source(record: RecordFormat) -> Source {
 
 /// Every specialisation.
 pub(crate) fn manifest() -> Vec<Source> {
-    RecordFormat::ALL.map(source).to_vec()
+    RecordFormat::PLAIN.map(source).to_vec()
 }

@@ -4,6 +4,7 @@
 //! instead.
 
 #[path = "../../../mlakit-cpu/tests/device/suite/mod.rs"]
+#[allow(dead_code, reason = "contracts of operations that have no kernel on this device")]
 mod suite;
 
 // Contracts of layers and models. They name one another from the root of the program that has them.
@@ -18,6 +19,7 @@ mod device_layers;
 #[allow(dead_code, reason = "the rows that are near ties are bounded for the CPU alone")]
 mod device_tiny;
 
+mod dense_families;
 mod driver;
 mod failures;
 mod graphs;

@@ -1,8 +1,30 @@
 //! Reading typed values out of a JSON object, with errors that name the key.
 
+use std::cell::RefCell;
+
 use serde_json::{Map, Value};
 
 use crate::error::{ConfigError, shorten};
+
+/// A key that a file leaves out and that decides what is computed, with the value that stands for
+/// it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AssumedKey {
+    /// The key, with its enclosing object.
+    pub key: String,
+    /// What it is taken to be.
+    pub value: Value,
+}
+
+/// The assumed keys of a file, each once, in the order in which they were asked for.
+#[derive(Debug, Default)]
+pub(crate) struct Assumed(RefCell<Vec<AssumedKey>>);
+
+impl Assumed {
+    pub(crate) fn into_keys(self) -> Vec<AssumedKey> {
+        self.0.into_inner()
+    }
+}
 
 /// A JSON object and the path that led to it; every reader names `path.key` in its error.
 /// A null is the same as an absent key, except for the readers that take a default: there an absent
@@ -11,11 +33,31 @@ use crate::error::{ConfigError, shorten};
 pub(crate) struct Fields<'a> {
     object: &'a Map<String, Value>,
     path: &'a str,
+    assumed: Option<&'a Assumed>,
 }
 
 impl<'a> Fields<'a> {
     pub(crate) fn new(object: &'a Map<String, Value>, path: &'a str) -> Self {
-        Self { object, path }
+        Self { object, path, assumed: None }
+    }
+
+    /// The same; what is assumed for absent keys is noted in `assumed`.
+    pub(crate) fn noting(self, assumed: &'a Assumed) -> Self {
+        Self { assumed: Some(assumed), ..self }
+    }
+
+    /// The fields of an object in these, at `path`; what is assumed is noted in the same place.
+    pub(crate) fn inner(&self, object: &'a Map<String, Value>, path: &'a str) -> Self {
+        Self { object, path, ..*self }
+    }
+
+    /// Notes that `key` is absent and what stands for it.
+    pub(crate) fn assume(&self, key: &str, value: impl Into<Value>) {
+        let Some(Assumed(keys)) = self.assumed else { return };
+        let (key, mut keys) = (self.name(key), keys.borrow_mut());
+        if keys.iter().all(|known| known.key != key) {
+            keys.push(AssumedKey { key, value: value.into() });
+        }
     }
 
     /// The value of `key`, unless it is absent or null.
@@ -78,7 +120,10 @@ impl<'a> Fields<'a> {
         (least, most): (usize, usize),
     ) -> Result<Option<usize>, ConfigError> {
         match default.filter(|_| !self.has(key)) {
-            Some(size) if size >= least && size <= most => Ok(Some(size)),
+            Some(size) if size >= least && size <= most => {
+                self.assume(key, size);
+                Ok(Some(size))
+            }
             Some(_) => Err(self.missing(key, format!("an integer from {least} to {most}"))),
             None => self.size_or_none(key, least, most),
         }
@@ -107,7 +152,11 @@ impl<'a> Fields<'a> {
         default: f64,
         above: f64,
     ) -> Result<Option<f64>, ConfigError> {
-        if self.has(key) { self.number_or_none(key, above) } else { Ok(Some(default)) }
+        if self.has(key) {
+            return self.number_or_none(key, above);
+        }
+        self.assume(key, default);
+        Ok(Some(default))
     }
 
     /// A finite number that is not negative; zero counts as absent, because Python's code that
@@ -121,7 +170,16 @@ impl<'a> Fields<'a> {
             .ok_or_else(|| self.invalid(key, "a finite number that is not negative"))
     }
 
-    /// `default` where the key is absent, false for a null.
+    /// As [`Fields::flag`], for a flag whose default differs between models.
+    pub(crate) fn flag_or(&self, key: &str, default: bool) -> Result<bool, ConfigError> {
+        if !self.has(key) {
+            self.assume(key, default);
+        }
+        self.flag(key, default)
+    }
+
+    /// `default` where the key is absent, false for a null. Nothing is noted: the default is that
+    /// of every model.
     pub(crate) fn flag(&self, key: &str, default: bool) -> Result<bool, ConfigError> {
         match self.object.get(key) {
             None => Ok(default),

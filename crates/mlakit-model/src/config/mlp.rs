@@ -89,7 +89,7 @@ fn router(fields: Fields<'_>, rule: &RouterRule) -> Result<RouterConfig, ConfigE
     {
         return Err(fields.unsupported("scoring_func", rule.scoring_func));
     }
-    let normalize = fields.flag("norm_topk_prob", rule.defaults.norm_topk_prob)?;
+    let normalize = fields.flag_or("norm_topk_prob", rule.defaults.norm_topk_prob)?;
     if normalize && !rule.normalizes {
         return Err(fields.unsupported("norm_topk_prob", "false for this architecture"));
     }
@@ -125,13 +125,18 @@ fn groups(
     rule: &RouterRule,
     experts: usize,
 ) -> Result<(usize, usize), ConfigError> {
-    let method = fields.text("topk_method")?.unwrap_or(rule.default_method);
+    const METHOD: &str = "topk_method";
+    let method = fields.text(METHOD)?.unwrap_or(rule.default_method);
+    // Of one method alone there is nothing to assume.
+    if !fields.has(METHOD) && rule.plain_methods.len() + rule.grouped_methods.len() > 1 {
+        fields.assume(METHOD, method);
+    }
     if rule.plain_methods.contains(&method) {
         return Ok((1, 1));
     }
     if !rule.grouped_methods.contains(&method) {
         let known = [rule.plain_methods, rule.grouped_methods].concat().join(", ");
-        return Err(fields.unsupported("topk_method", known));
+        return Err(fields.unsupported(METHOD, known));
     }
     let groups = count(fields, ("n_group", rule.defaults.n_group), experts)?;
     if !experts.is_multiple_of(groups) {

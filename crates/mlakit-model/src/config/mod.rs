@@ -14,11 +14,14 @@ use crate::rope::{self, RopeParameters};
 pub mod family;
 pub(crate) mod fields;
 mod mlp;
+mod quantization;
 mod rotary;
 
 pub use family::{FAMILIES, Family};
 use family::{LatentEps, RotaryRule, ScaleRule, ScalingRule};
-use fields::Fields;
+pub use fields::AssumedKey;
+use fields::{Assumed, Fields};
+pub use quantization::Quantization;
 pub(crate) use rotary::rope_parameters;
 
 /// Largest `hidden_size`, and largest width of a dense MLP.
@@ -63,6 +66,10 @@ pub struct ModelConfig {
     pub bos_token_id: Option<u32>,
     /// The ids that end one.
     pub eos_token_ids: Vec<u32>,
+    /// How the checkpoint's weights are stored, where it is not as plain numbers.
+    pub quantization: Option<Quantization>,
+    /// Keys that decide what is computed and that the file leaves out, with what stands for them.
+    pub assumed: Vec<AssumedKey>,
 }
 
 /// One decoder layer.
@@ -248,17 +255,24 @@ impl ModelConfig {
         let root = parse_object(bytes)?;
         match root.get("hf_config") {
             Some(Value::Object(inner)) => {
-                let mut config = Self::from_fields(Fields::new(inner, "hf_config"))?;
+                let mut config = Self::noted(Fields::new(inner, "hf_config"))?;
                 config.tie_word_embeddings = true;
+                config.assumed.retain(|assumed| !assumed.key.ends_with("tie_word_embeddings"));
                 Ok(config)
             }
-            _ => Self::from_fields(Fields::new(&root, "")),
+            _ => Self::noted(Fields::new(&root, "")),
         }
     }
 
     /// The layer `layer`, where there is one.
     pub fn layer(&self, layer: usize) -> Option<&LayerConfig> {
         self.layers.get(layer)
+    }
+
+    fn noted(fields: Fields<'_>) -> Result<Self, ConfigError> {
+        let assumed = Assumed::default();
+        let config = Self::from_fields(fields.noting(&assumed))?;
+        Ok(Self { assumed: assumed.into_keys(), ..config })
     }
 
     fn from_fields(fields: Fields<'_>) -> Result<Self, ConfigError> {
@@ -290,13 +304,15 @@ impl ModelConfig {
             layers,
             draft_layers: draft_layers(fields)?,
             tie_word_embeddings: fields
-                .flag("tie_word_embeddings", family.defaults.tie_word_embeddings)?,
+                .flag_or("tie_word_embeddings", family.defaults.tie_word_embeddings)?,
             mlp_bias: fields.flag("mlp_bias", false)?,
             embedding_scale: scaling[0],
             residual_scale: scaling[1],
             logit_scale: scaling[2],
             bos_token_id: bos_token_id(fields, &family, vocab_size)?,
             eos_token_ids: eos_token_ids(fields, &family, vocab_size)?,
+            quantization: quantization::quantization(fields)?,
+            assumed: Vec::new(),
             family,
         })
     }
@@ -347,7 +363,10 @@ fn attention(
     }
     let nope_width = width("qk_nope_head_dim", 1)?;
     let v_head_dim = match fields.size_or_none("v_head_dim", 1, MAX_HEAD_WIDTH)? {
-        None if family.value_width_from_hidden && hidden_size >= heads => hidden_size / heads,
+        None if family.value_width_from_hidden && hidden_size >= heads => {
+            fields.assume("v_head_dim", hidden_size / heads);
+            hidden_size / heads
+        }
         None => return Err(fields.missing("v_head_dim", "a positive integer")),
         Some(width) => width,
     };
@@ -465,7 +484,9 @@ fn bos_token_id(
 ) -> Result<Option<u32>, ConfigError> {
     const KEY: &str = "bos_token_id";
     if !fields.has(KEY) {
-        return Ok(Some(family.defaults.bos_token_id).filter(|id| (*id as usize) < vocab_size));
+        let default = Some(family.defaults.bos_token_id).filter(|id| (*id as usize) < vocab_size);
+        fields.assume(KEY, default);
+        return Ok(default);
     }
     let id = fields.size_or_none(KEY, 0, vocab_size - 1)?;
     Ok(id.map(|id| id as u32))
@@ -479,8 +500,9 @@ fn eos_token_ids(
 ) -> Result<Vec<u32>, ConfigError> {
     const KEY: &str = "eos_token_id";
     if !fields.has(KEY) {
-        let default = [family.defaults.eos_token_id].into_iter();
-        return Ok(default.filter(|id| (*id as usize) < vocab_size).collect());
+        let default = Some(family.defaults.eos_token_id).filter(|id| (*id as usize) < vocab_size);
+        fields.assume(KEY, default);
+        return Ok(default.into_iter().collect());
     }
     let Some(Value::Array(ids)) = fields.value(KEY) else {
         let id = fields.size_or_none(KEY, 0, vocab_size - 1)?;

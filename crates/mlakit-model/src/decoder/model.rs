@@ -231,6 +231,7 @@ impl<D: DecoderDevice> Decoder<D> {
         let args = NormArgs {
             x: FloatInput::F32(x.into()),
             weight: (&weight.lease()).into(),
+            bias: None,
             y: None,
             y_wide: Some(y.into()),
             scratch: self.lane.lease(),
@@ -258,6 +259,7 @@ impl<D: DecoderDevice> Decoder<D> {
         let norm = NormArgs {
             x: FloatInput::F32((&wanted).into()),
             weight: (&self.final_norm.lease()).into(),
+            bias: None,
             y: None,
             y_wide: Some((&hidden).into()),
             scratch: self.lane.lease(),
@@ -348,6 +350,8 @@ impl<D: DecoderDevice> Ops<'_, D> {
         let fields = NormFields {
             width: self.hidden,
             eps: Scalar::try_from(self.eps)?,
+            center: false,
+            bias: false,
             max_rows,
             input: Float::F32,
             in_stride: None,

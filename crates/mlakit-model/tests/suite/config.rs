@@ -79,7 +79,8 @@ const OPTIONAL: [&str; 15] = [
 /// checkpoint; of `DeepseekV2Config` and `Glm4MoeLiteConfig` (transformers 5).
 #[test]
 fn absent_keys_mean_what_they_mean_in_transformers() {
-    assert_eq!(parse(&v3_without(json!({}), &OPTIONAL)).unwrap(), parse(&v3()).unwrap());
+    let absent = parse(&v3_without(json!({}), &OPTIONAL)).unwrap();
+    assert_eq!(ModelConfig { assumed: Vec::new(), ..absent }, parse(&v3()).unwrap());
 
     let v2 = json!({"model_type": "deepseek_v2", "num_experts_per_tok": 6});
     let keys: Vec<_> = OPTIONAL.into_iter().filter(|key| *key != "num_experts_per_tok").collect();
@@ -103,6 +104,77 @@ fn absent_keys_mean_what_they_mean_in_transformers() {
     let router = found.router;
     assert_eq!((router.groups, router.experts_per_token), (1, 4));
     assert_eq!((router.normalize, router.scaling_factor), (true, 1.8));
+}
+
+/// A key that decides what is computed is named, once, with its value, where it is absent, and only
+/// there; a flag that means "no" in every model is not.
+#[test]
+fn what_is_assumed_is_named() {
+    let assumed = |config: &Value| -> Vec<(String, Value)> {
+        let keys = parse(config).unwrap().assumed.into_iter();
+        keys.map(|assumed| (assumed.key, assumed.value)).collect()
+    };
+    assert_eq!(assumed(&v3()), []);
+    for (key, value) in [
+        ("q_lora_rank", json!(1536)),
+        ("first_k_dense_replace", json!(3)),
+        ("n_shared_experts", json!(1)),
+        ("num_experts_per_tok", json!(8)),
+        ("n_group", json!(8)),
+        ("topk_group", json!(4)),
+        ("norm_topk_prob", json!(true)),
+        ("routed_scaling_factor", json!(2.5)),
+        ("rms_norm_eps", json!(1e-6)),
+        ("rope_theta", json!(10000.0)),
+        ("tie_word_embeddings", json!(false)),
+        ("bos_token_id", json!(0)),
+        ("eos_token_id", json!(1)),
+    ] {
+        assert_eq!(assumed(&v3_without(json!({}), &[key])), [(key.to_owned(), value)]);
+    }
+    for key in ["attention_bias", "topk_method", "scoring_func", "moe_layer_freq"] {
+        assert_eq!(assumed(&v3_without(json!({}), &[key])), [], "{key}");
+    }
+    assert_eq!(assumed(&v3_with(json!({"q_lora_rank": null}))), []);
+    // What YaRN is scaled from, and where its ramp begins and ends.
+    let mut yarn = v3();
+    let inner = yarn["rope_scaling"].as_object_mut().unwrap();
+    for key in ["original_max_position_embeddings", "beta_fast", "beta_slow"] {
+        inner.remove(key).unwrap();
+    }
+    let pair = |key: &str, value| (format!("rope_scaling.{key}"), value);
+    let needed = [
+        pair("original_max_position_embeddings", json!(163_840)),
+        pair("beta_fast", json!(32.0)),
+        pair("beta_slow", json!(1.0)),
+    ];
+    assert_eq!(assumed(&yarn), needed);
+    // DeepSeek-V2 has two methods to choose by.
+    let v2 =
+        json!({"model_type": "deepseek_v2", "scoring_func": "softmax", "norm_topk_prob": false});
+    let method = ("topk_method".to_owned(), json!("greedy"));
+    assert_eq!(assumed(&v3_without(v2, &["topk_method"])), [method]);
+    let inner = v3_without(json!({}), &["q_lora_rank", "tie_word_embeddings"]);
+    let vectors = assumed(&json!({ "hf_config": inner }));
+    assert_eq!(vectors, [("hf_config.q_lora_rank".to_owned(), json!(1536))]);
+}
+
+/// What a file says of quantised weights.
+#[test]
+fn quantisation_is_read() {
+    let form = |value: Value| {
+        parse(&v3_with(json!({ "quantization_config": value }))).unwrap().quantization
+    };
+    assert_eq!(form(Value::Null), None);
+    let fp8 = form(json!({
+        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+        "weight_block_size": [128, 64], "modules_to_not_convert": ["lm_head"]
+    }));
+    let fp8 = fp8.unwrap();
+    assert!(fp8.is_fp8());
+    assert_eq!((fp8.block, &fp8.plain_modules[..]), (Some([128, 64]), &["lm_head".into()][..]));
+    let other = form(json!({"quant_method": "awq", "bits": 4})).unwrap();
+    assert_eq!((other.method.as_str(), other.block, other.is_fp8()), ("awq", None, false));
 }
 
 /// A null is "none" or "no" where there can be none, whatever the default.
@@ -268,7 +340,10 @@ fn minicpm3_scales_its_residual_stream() {
     let written = parse(&inner).unwrap();
     for key in ["scale_emb", "scale_depth", "rms_norm_eps", "tie_word_embeddings", "bos_token_id"] {
         inner.as_object_mut().unwrap().remove(key).unwrap();
-        assert_eq!(parse(&inner).unwrap(), written, "{key}");
+        let left_out = parse(&inner).unwrap();
+        assert!(left_out.assumed.iter().any(|assumed| assumed.key == key), "{key}");
+        let assumed = written.assumed.clone();
+        assert_eq!(ModelConfig { assumed, ..left_out }, written, "{key}");
     }
     inner["scale_depth"] = Value::Null;
     inner["dim_model_base"] = Value::Null;

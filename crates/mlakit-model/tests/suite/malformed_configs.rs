@@ -26,6 +26,18 @@ fn refuse(changes: Value, key: &str, expected: &str) {
 }
 
 #[test]
+fn wrong_quantisation() {
+    refuse(json!({"quantization_config": "fp8"}), "quantization_config", "invalid");
+    for block in [json!([128]), json!([128, 0]), json!([128, -1]), json!(["a", 128]), json!([])] {
+        let form = json!({"quant_method": "fp8", "weight_block_size": block});
+        let key = "quantization_config.weight_block_size";
+        refuse(json!({ "quantization_config": form }), key, "invalid");
+    }
+    let form = json!({"quant_method": 8});
+    refuse(json!({ "quantization_config": form }), "quantization_config.quant_method", "invalid");
+}
+
+#[test]
 fn missing_keys() {
     for key in [
         "hidden_size",

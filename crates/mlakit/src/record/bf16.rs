@@ -2,35 +2,27 @@
 
 use half::bf16;
 
-/// Bytes of a record of `width` elements.
-pub const fn bytes(width: usize) -> usize {
-    2 * width
-}
+use super::*;
 
-/// Element `index`.
-pub fn decode(record: &[u8], index: usize) -> f32 {
-    bf16::from_le_bytes([record[2 * index], record[2 * index + 1]]).to_f32()
-}
+pub(super) const CODEC: Codec = Codec {
+    name: "bf16",
+    group: 1,
+    rope: RopePart::Within,
+    page_sizes: &[1],
+    parts: |layout| Parts::plain(2 * layout.width),
+    encode: |_, record, values| encode(record.data, values),
+    decode: |_, record, out| decode(record.data, out),
+};
 
-/// Writes the elements, bit for bit.
-pub fn encode(record: &mut [u8], values: &[bf16]) {
-    for (bytes, value) in record.chunks_exact_mut(2).zip(values) {
+/// Bit for bit, a NaN's payload included.
+pub(super) fn encode(bytes: &mut [u8], values: Values<'_>) {
+    for (bytes, value) in bytes.chunks_exact_mut(2).zip(values.iter()) {
         bytes.copy_from_slice(&value.to_le_bytes());
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn bits_survive_and_padding_stays() {
-        let values = [0x7fc1u16, 0x8000, 0x0001, 0xff80].map(bf16::from_bits);
-        let mut record = [0xaa; 10];
-        encode(&mut record, &values);
-        let back = [0, 1, 2, 3].map(|i| u16::from_le_bytes([record[2 * i], record[2 * i + 1]]));
-        assert_eq!(back, values.map(bf16::to_bits));
-        assert_eq!(record[8..], [0xaa, 0xaa]);
-        assert_eq!(decode(&record, 3), f32::NEG_INFINITY);
+pub(super) fn decode(bytes: &[u8], out: &mut [f32]) {
+    for (value, bytes) in out.iter_mut().zip(bytes.chunks_exact(2)) {
+        *value = bf16::from_le_bytes([bytes[0], bytes[1]]).to_f32();
     }
 }

@@ -1,17 +1,14 @@
-//! `e4m3`: element `i` at byte `i`, as `E4M3(value / scale)` with one positive scale for the whole cache: value = code x scale.
+//! `e4m3`: element `i` at byte `i`, as `E4M3(value / kv_scale)` with one positive scale for the whole cache. The quotient is rounded to
+//! F32, then to nearest even, and saturates at 448; NaN stays NaN. Value = code x `kv_scale`, in F32.
 
-use half::bf16;
+use super::*;
 
-use crate::E4m3;
-
-/// Bytes of a record of `width` elements.
-pub const fn bytes(width: usize) -> usize {
-    width
-}
-
-/// Writes the elements: the f32 quotient, rounded to nearest even, saturated at 448.
-pub fn encode(record: &mut [u8], values: &[bf16], scale: f32) {
-    for (byte, value) in record.iter_mut().zip(values) {
-        *byte = E4m3::encode(value.to_f32() / scale);
-    }
-}
+pub(super) const CODEC: Codec = Codec {
+    name: "e4m3",
+    group: 1,
+    rope: RopePart::Within,
+    page_sizes: &[1],
+    parts: |layout| Parts::plain(layout.width),
+    encode: |_, record, values| group::encode_e4m3(record.data, values, record.kv_scale),
+    decode: |_, record, out| group::decode_e4m3(record.data, record.kv_scale, out),
+};

@@ -106,8 +106,9 @@ impl<P: Pace> Runs<Writer> for Simulated<P> {
 }
 
 fn write(heap: &mut Heap, spec: &WriterSpec, r: &WriterRegions) {
-    let latent: Vec<bf16> = heap.values(r.latent, r.rows * spec.latent_width);
-    let rope: Vec<bf16> = heap.values(r.rope, r.rows * spec.rope_width);
+    let [latent, rope] = spec.widths().map(|width| r.rows * width);
+    let latent: Vec<bf16> = heap.values(r.latent, latent);
+    let rope: Vec<bf16> = heap.values(r.rope, rope);
     let slots: Vec<i64> = heap.values(r.slots, r.rows);
     let kv_scale = scalar(heap, r.kv_scale, 1.0);
     let (base, mut cache, page_stride_bytes) = pages(heap, r.view);

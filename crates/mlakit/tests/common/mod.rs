@@ -9,8 +9,10 @@ pub use mlakit::sim::{AtOnce, Fault, Late};
 pub use mlakit::*;
 
 /// A page of 16 BF16 numbers.
-pub const PAGE: PageGeometry =
-    PageGeometry { record: RecordLayout { format: RecordFormat::Bf16, width: 1 }, page_size: 16 };
+pub const PAGE: PageGeometry = PageGeometry {
+    record: RecordLayout { format: RecordFormat::Bf16, width: 1, rope: 0 },
+    page_size: 16,
+};
 pub const ROWS: usize = 2;
 pub const FACTOR: f32 = 10.0;
 

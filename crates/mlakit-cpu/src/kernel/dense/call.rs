@@ -3,19 +3,7 @@
 use std::ops::Range;
 use std::sync::atomic::AtomicU32;
 
-/// Keys in a block. Blocks begin at multiples of this many absolute positions.
-pub const BLOCK: usize = 64;
-
-/// Heads and widths. The value is the first `value_width` elements of the key record.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Geometry {
-    /// Query heads, at least 1.
-    pub heads: usize,
-    /// Elements of a query and of a key record that enter the score: even, >= `value_width`.
-    pub qk_width: usize,
-    /// Elements of the output, at least 1.
-    pub value_width: usize,
-}
+use crate::kernel::attention::{Attention, Lanes};
 
 /// Element format of key records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -45,74 +33,17 @@ pub struct KeyCache {
     pub format: KeyFormat,
 }
 
-/// Element format of queries. Whatever it is, the kernel multiplies exact BF16.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum QueryFormat {
-    /// BF16.
-    Bf16,
-    /// E4M3 codes; the scale is part of the score scale.
-    E4m3,
-    /// BF16 that is first rounded to E4M3 of `q / q_scale`; the scale is part of the score scale.
-    Bf16AsE4m3 {
-        /// The divisor.
-        q_scale: f32,
-    },
-}
-
-/// Query rows `[R, heads, qk_width]`.
-#[derive(Clone, Copy, Debug)]
-pub struct Queries {
-    /// The first element, aligned to its size.
-    pub base: *const u8,
-    /// Element format.
-    pub format: QueryFormat,
-}
-
-/// Element format of an output.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum OutFormat {
-    /// BF16, rounded to nearest even.
-    Bf16,
-    /// F32.
-    F32,
-}
-
-/// Base of a log-sum-exp.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum LseBase {
-    /// Natural logarithm.
-    Natural,
-    /// Logarithm to base 2.
-    Two,
-}
-
 /// What all items of one dense attention call share.
 #[derive(Clone, Copy, Debug)]
 pub struct DenseCall<'a> {
-    /// Heads and widths.
-    pub geometry: Geometry,
+    /// Heads, widths, queries and scales. The value scale is `kv_scale`, or 1 for BF16 records.
+    pub attention: Attention,
     /// The cache.
     pub cache: KeyCache,
-    /// The queries.
-    pub queries: Queries,
-    /// Factor of a dot product of BF16 operands that gives the score times log2(e):
-    /// [`DenseCall::score_scale`].
-    pub score_scale_log2: f32,
-    /// Factor of the output: `kv_scale`, or 1 for BF16 records.
-    pub value_scale: f32,
     /// A key is visible only if it is one of the last `window` visible ones.
     pub window: Option<usize>,
     /// Where out-of-range page ids are counted.
     pub faults: &'a AtomicU32,
-}
-
-impl DenseCall<'_> {
-    /// `softmax_scale * kv_scale * q_scale * log2(e)`, rounded once. Scales that do not apply are
-    /// 1.
-    pub fn score_scale(softmax_scale: f32, kv_scale: f32, q_scale: f32) -> f32 {
-        let product = f64::from(softmax_scale) * f64::from(kv_scale) * f64::from(q_scale);
-        (product * std::f64::consts::LOG2_E) as f32
-    }
 }
 
 /// Which keys the rows of an item see, before the window and the item's token range.
@@ -144,19 +75,15 @@ pub struct DenseItem {
     pub page_table: *const i32,
     /// Entries of that row; visible lengths are clamped to what they cover.
     pub table_width: usize,
-    /// Query rows, numbered through the whole call.
-    pub rows: Range<usize>,
-    /// Heads.
-    pub heads: Range<usize>,
+    /// Query rows and heads.
+    pub lanes: Lanes,
     /// What the rows see.
     pub visible: Visible,
-    /// Absolute positions of this item. Splits of a row begin at multiples of [`BLOCK`], or at the
+    /// Absolute positions of this item. Splits of a row begin at multiples of [`BLOCK`](crate::kernel::BLOCK), or at the
     /// row's first visible key.
     pub tokens: Range<usize>,
     /// Out-of-range page ids that this item counts; see [`Counted`].
     pub counted: Counted,
-    /// Where the result goes.
-    pub out: Output,
 }
 
 /// Which page ids an item counts, so that each bad id of a request is counted once however rows,
@@ -170,21 +97,6 @@ pub struct Counted {
     /// A page is counted by the item whose range holds the page's first position at or after
     /// `first`.
     pub tokens: Range<usize>,
-}
-
-/// Where an item's result goes: `[rows, heads of the geometry, value_width]` and `[rows, heads of
-/// the geometry]`, both beginning at the item's first row and **head 0**. Rows and heads outside
-/// the item are not touched.
-#[derive(Clone, Copy, Debug)]
-pub struct Output {
-    /// The outputs: softmax-weighted mean of values over the item's visible keys, 0 without any.
-    pub values: *mut u8,
-    /// Their format.
-    pub format: OutFormat,
-    /// Log-sum-exp of the scores of the item's visible keys, -inf without any.
-    pub lse: *mut f32,
-    /// Its base.
-    pub lse_base: LseBase,
 }
 
 impl DenseItem {
@@ -208,15 +120,5 @@ impl DenseItem {
         let begin = call.window.map_or(0, |window| end.saturating_sub(window));
         let begin = begin.max(self.tokens.start);
         begin..end.min(self.tokens.end).max(begin)
-    }
-}
-
-impl OutFormat {
-    /// Bytes of an element.
-    pub fn bytes(self) -> usize {
-        match self {
-            OutFormat::Bf16 => 2,
-            OutFormat::F32 => 4,
-        }
     }
 }

@@ -3,57 +3,42 @@
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
-use super::call::{BLOCK, DenseCall, DenseItem, KeyCache, KeyFormat};
+use super::call::{DenseCall, DenseItem, KeyCache, KeyFormat};
+use crate::kernel::attention::BLOCK;
+use crate::kernel::attention::block::Block;
 
-/// The records of one block of keys.
-pub(super) struct Block {
-    /// The absolute position of key 0: a multiple of [`BLOCK`].
-    pub(super) start: usize,
-    /// Keys that some row of the item sees, counted from `start`; others are not looked up.
-    pub(super) keys: Range<usize>,
-    /// Addresses of records; `nowhere` where a key was not looked up or its page id is bad.
-    pub(super) records: [*const u8; BLOCK],
-    /// Bit `j` is set where key `j` has a record.
-    pub(super) present: u64,
-}
-
-impl Block {
-    /// Looks up the keys of `keys` (absolute positions within one block).
-    ///
-    /// # Safety
-    /// The item's page table is readable for its width, which covers `keys`.
-    #[inline(always)]
-    pub(super) unsafe fn locate(
-        cache: &KeyCache,
-        item: &DenseItem,
-        keys: Range<usize>,
-        nowhere: *const u8,
-    ) -> Block {
-        let start = keys.start / BLOCK * BLOCK;
-        let mut block = Block {
-            start,
-            keys: keys.start - start..keys.end - start,
-            records: [nowhere; BLOCK],
-            present: 0,
-        };
-        let mut position = keys.start;
-        while position < keys.end {
-            let (page, token) = (position / cache.page_size, position % cache.page_size);
-            let run = (cache.page_size - token).min(keys.end - position);
-            // SAFETY: the table covers the position.
-            let id = unsafe { *item.page_table.add(page) };
-            if let Some(base) = page_base(cache, id) {
-                let first = position - start;
-                for i in 0..run {
-                    let offset = (token + i) as u64 * cache.record_bytes;
-                    block.records[first + i] = base.wrapping_add(offset as usize);
-                    block.present |= 1 << (first + i);
-                }
+/// Looks up the keys of `keys` (absolute positions within one block).
+///
+/// # Safety
+/// The item's page table is readable for its width, which covers `keys`.
+#[inline(always)]
+pub(super) unsafe fn locate(
+    call: &DenseCall<'_>,
+    item: &DenseItem,
+    keys: Range<usize>,
+    nowhere: *const u8,
+) -> Block {
+    let cache = &call.cache;
+    let start = keys.start / BLOCK * BLOCK;
+    let mut block = Block::new(nowhere, payload_bytes(call));
+    (block.start, block.keys) = (start, keys.start - start..keys.end - start);
+    let mut position = keys.start;
+    while position < keys.end {
+        let (page, token) = (position / cache.page_size, position % cache.page_size);
+        let run = (cache.page_size - token).min(keys.end - position);
+        // SAFETY: the table covers the position.
+        let id = unsafe { *item.page_table.add(page) };
+        if let Some(base) = page_base(cache, id) {
+            let first = position - start;
+            for i in 0..run {
+                let offset = (token + i) as u64 * cache.record_bytes;
+                block.records[first + i] = base.wrapping_add(offset as usize);
+                block.present |= 1 << (first + i);
             }
-            position += run;
         }
-        block
+        position += run;
     }
+    block
 }
 
 /// The first byte of a page, or nothing where the id is out of range.
@@ -99,7 +84,7 @@ pub(super) unsafe fn count_faults(call: &DenseCall<'_>, item: &DenseItem) {
 #[inline(always)]
 pub(super) fn payload_bytes(call: &DenseCall<'_>) -> usize {
     match call.cache.format {
-        KeyFormat::Bf16 => 2 * call.geometry.qk_width,
-        KeyFormat::E4m3 => call.geometry.qk_width,
+        KeyFormat::Bf16 => 2 * call.attention.geometry.qk_width,
+        KeyFormat::E4m3 => call.attention.geometry.qk_width,
     }
 }

@@ -31,29 +31,47 @@ pub fn bf16_unit(value: f64) -> f64 {
     (exponent - 7.0).exp2()
 }
 
+/// What an oracle says.
+#[derive(Clone, Copy)]
+pub struct Needed<'n> {
+    pub out: &'n [f64],
+    pub lse: &'n [f64],
+    pub faults: &'n [u32],
+}
+
+/// How far results may be from it.
+#[derive(Clone, Copy)]
+pub struct Bounds {
+    /// Elements of an output.
+    pub width: usize,
+    /// Whether partial results are rounded to BF16.
+    pub rounded: bool,
+    /// Absolute and relative, of a log-sum-exp.
+    pub lse: (f64, f64),
+}
+
 /// Compares with the oracle: faults exactly, log-sum-exps and elements by their bounds, the whole
 /// output by [`RMS_BOUND`]. An element may err by one BF16 unit (the output's) plus 1/128 of the
 /// row's RMS, which is six times what the rounded weights of its keys add up to. Where partial
 /// results are BF16 the oracle rounds them too, perhaps the other way: that is a unit of the
 /// largest element of a part, 1/64 of a row's RMS where one key of normal numbers dominates it.
+/// `place` says where a result comes from, or what the whole case is.
 #[track_caller]
-pub fn dense_agrees(
-    inputs: &DenseInputs,
-    division: Division,
-    (given, needed): (&Outcome, &DenseResult),
+pub fn results_agree(
+    given: &Outcome,
+    needed: Needed<'_>,
+    bounds: Bounds,
+    place: &dyn Fn(Option<usize>) -> String,
 ) {
-    let place = Place { inputs, division };
-    assert_eq!(given.faults[..], needed.faults[..], "faults\n{}", place.whole());
-    for (index, (g, n)) in given.lse.iter().zip(&needed.lse).enumerate() {
-        let bound = LSE_BOUND.0 + LSE_BOUND.1 * n.abs();
+    assert_eq!(given.faults[..], *needed.faults, "faults\n{}", place(None));
+    for (index, (g, n)) in given.lse.iter().zip(needed.lse).enumerate() {
+        let bound = bounds.lse.0 + bounds.lse.1 * n.abs();
         let close = f64::from(*g) == *n || (f64::from(*g) - n).abs() <= bound;
-        assert!(close, "lse: given {g}, needed {n}, bound {bound:.1e}\n{}", place.of(index));
+        assert!(close, "lse: given {g}, needed {n}, bound {bound:.1e}\n{}", place(Some(index)));
     }
-    let width = inputs.spec.value_width;
-    let rounded = division.splits > 1 && inputs.spec.partial == Partial::Bf16;
-    let share = if rounded { 1.0 / 128.0 + 1.0 / 64.0 } else { 1.0 / 128.0 };
+    let share = if bounds.rounded { 1.0 / 128.0 + 1.0 / 64.0 } else { 1.0 / 128.0 };
     let mut errors = Vec::with_capacity(given.out.len());
-    let rows = given.out.chunks_exact(width).zip(needed.out.chunks_exact(width));
+    let rows = given.out.chunks_exact(bounds.width).zip(needed.out.chunks_exact(bounds.width));
     for (index, (given, needed)) in rows.enumerate() {
         let scale = rms(needed.iter().copied());
         for (element, (g, n)) in given.iter().zip(needed).enumerate() {
@@ -62,7 +80,7 @@ pub fn dense_agrees(
             assert!(
                 error <= bound,
                 "out element {element}: given {g}, needed {n}, bound {bound:.2e}\n{}",
-                place.of(index)
+                place(Some(index))
             );
             errors.push(error);
         }
@@ -71,8 +89,27 @@ pub fn dense_agrees(
     assert!(
         error <= RMS_BOUND * size,
         "out: RMS of the error {error:.3e}, of the output {size:.3e}, bound {RMS_BOUND:.0e}\n{}",
-        place.whole()
+        place(None)
     );
+}
+
+/// [`results_agree`] for dense attention.
+#[track_caller]
+pub fn dense_agrees(
+    inputs: &DenseInputs,
+    division: Division,
+    (given, needed): (&Outcome, &DenseResult),
+) {
+    let place = Place { inputs, division };
+    let bounds = Bounds {
+        width: inputs.spec.value_width,
+        rounded: division.splits > 1 && inputs.spec.partial == Partial::Bf16,
+        lse: LSE_BOUND,
+    };
+    let needed = Needed { out: &needed.out, lse: &needed.lse, faults: &needed.faults };
+    results_agree(given, needed, bounds, &|index| {
+        index.map_or_else(|| place.whole(), |index| place.of(index))
+    });
 }
 
 /// Fails at the first result whose bits differ.

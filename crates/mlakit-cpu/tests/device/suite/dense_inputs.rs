@@ -10,7 +10,7 @@ use mlakit::op::dense::{
 use mlakit::op::merge::Partial;
 use mlakit::op::spec::Scalar;
 use mlakit::splits::{Budget, Division};
-use mlakit::{E4m3, LseBase, RecordFormat, Splits};
+use mlakit::{E4m3, LseBase, RecordFormat, RecordLayout, Splits};
 
 use super::random::Rng;
 
@@ -206,13 +206,13 @@ impl DenseInputs {
 
     fn fill_cache(&mut self, rng: &mut Rng) {
         let layout = self.spec.pages().record;
-        let payload = layout.bytes_of(self.shape.qk_width);
+        let payload = RecordLayout { width: self.shape.qk_width, ..layout }.bytes();
         for request in 0..self.shape.requests.len() {
             for position in self.span(request) {
                 let values = rng.bf16s(self.shape.qk_width);
                 let Some(first) = self.record(request, position) else { continue };
                 let record = &mut self.cache[first..first + payload];
-                layout.encode(record, &values, self.kv_scale);
+                layout.encode(record, &mut [], &values, self.kv_scale);
                 self.referenced.push(first..first + payload);
             }
         }

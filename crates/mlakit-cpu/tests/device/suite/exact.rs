@@ -24,7 +24,7 @@ fn shapes() -> Vec<DenseShape> {
         Splits::FixedTokens(256),
     ] {
         for partial in [Partial::Bf16, Partial::F32] {
-            for record in RecordFormat::ALL {
+            for record in RecordFormat::PLAIN {
                 let mut shape = shape(HEADS, WIDTHS, &[(TOKENS, 1)]);
                 (shape.splits, shape.partial, shape.record) = (splits, partial, record);
                 shapes.push(shape);
@@ -48,7 +48,7 @@ fn inputs(shape: &DenseShape, record: impl Fn(usize) -> Vec<f32>) -> DenseInputs
         let values: Vec<bf16> = record(position).into_iter().map(bf16::from_f32).collect();
         let first = inputs.record(0, position).unwrap();
         let bytes = &mut inputs.cache[first..first + layout.bytes()];
-        layout.encode(bytes, &values, inputs.kv_scale);
+        layout.encode(bytes, &mut [], &values, inputs.kv_scale);
     }
     inputs
 }
@@ -59,7 +59,7 @@ fn value(format: RecordFormat, seed: usize, element: usize) -> f32 {
     let number = seed * 31 + element * 7;
     let magnitude = match format {
         RecordFormat::Bf16 => 1.0 + (number % 128) as f32 / 128.0,
-        RecordFormat::E4m3 => (number % 8) as f32 / 8.0,
+        _ => (number % 8) as f32 / 8.0,
     };
     if element.is_multiple_of(2) { magnitude } else { -magnitude }
 }

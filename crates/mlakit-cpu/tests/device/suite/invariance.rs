@@ -59,23 +59,28 @@ fn same_rows(what: &str, given: &Outcome, needed: &Outcome, (begin, shape): (usi
 /// capacity, however rows are grouped, and whether its length comes from the batch or by itself.
 pub fn fixed_splits_know_no_company<D: SuiteDevice>(device: &D) {
     for shape in fixed_shapes() {
-        let inputs = DenseInputs::new(&shape, 23);
-        let needed = run(device, &inputs);
-        for (request, (_, rows)) in shape.requests.iter().enumerate() {
-            let begin = inputs.q_offsets[request] as usize;
-            for (first, count, slack) in
-                [(0, *rows, 1), (0, *rows, 7), (rows - 1, 1, 1), (rows / 2, 1, 3)]
-            {
-                let mut one = alone(&inputs, (request, first, count));
-                one.shape.slack = slack;
-                let longest = one.shape.clone();
-                one.spec = capacity_for(&longest, inputs.table_width());
-                let what = format!("rows {first}+{count} of request {request} of {shape:?}");
-                same_rows(&what, &run(device, &one), &needed, (begin + first, &shape));
-            }
-        }
-        lengths_by_row(device, &inputs, &needed);
+        knows_no_company(device, &shape);
     }
+}
+
+/// The same for one shape.
+pub fn knows_no_company<D: SuiteDevice>(device: &D, shape: &DenseShape) {
+    let inputs = DenseInputs::new(shape, 23);
+    let needed = run(device, &inputs);
+    for (request, (_, rows)) in shape.requests.iter().enumerate() {
+        let begin = inputs.q_offsets[request] as usize;
+        for (first, count, slack) in
+            [(0, *rows, 1), (0, *rows, 7), (rows - 1, 1, 1), (rows / 2, 1, 3)]
+        {
+            let mut one = alone(&inputs, (request, first, count));
+            one.shape.slack = slack;
+            let longest = one.shape.clone();
+            one.spec = capacity_for(&longest, inputs.table_width());
+            let what = format!("rows {first}+{count} of request {request} of {shape:?}");
+            same_rows(&what, &run(device, &one), &needed, (begin + first, shape));
+        }
+    }
+    lengths_by_row(device, &inputs, &needed);
 }
 
 /// The `Spec` of a shape, with room for a page table of this width.

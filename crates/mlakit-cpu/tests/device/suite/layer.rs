@@ -152,18 +152,20 @@ fn normalise<D: SuiteDevice>(
     device: &D,
     prepared: &Prepared<Norm, D>,
     (before, x): (usize, &[f32]),
-    weight: &[f32],
+    (weight, bias): (&[f32], &[f32]),
 ) -> [Vec<f32>; 2] {
     let spec = prepared.plan().spec();
     let rows = x.len() / spec.in_stride();
     let x = Tensor::new(device, spec.input, (before, x));
     let weight = Tensor::new(device, Float::F32, (before, weight));
+    let bias = Tensor::new(device, Float::F32, (before, bias));
     let y = Tensor::new(device, Float::Bf16, (before, &vec![GAP; rows * spec.out_stride()]));
     let wide = Tensor::new(device, Float::F32, (before, &vec![GAP; rows * spec.width]));
     run(device, prepared, |lane| {
         prepared.bind(NormArgs {
             x: x.input(),
             weight: (&weight.leases().1.unwrap()).into(),
+            bias: spec.bias.then(|| (&bias.leases().1.unwrap()).into()),
             y: spec.narrow.then(|| (&y.leases().0.unwrap()).into()),
             y_wide: spec.wide.then(|| (&wide.leases().1.unwrap()).into()),
             scratch: lane.lease(),
@@ -172,9 +174,22 @@ fn normalise<D: SuiteDevice>(
     [y.read(), wide.read()]
 }
 
-/// Rows of ordinary, tiny and large numbers; a row has the bits that it has alone, at any address.
+/// Rows of ordinary, tiny and large numbers, up to those whose squares F32 does not hold; a row has
+/// the bits that it has alone, at any address.
 pub fn norms_agree_and_know_no_company<D: SuiteDevice>(device: &D) {
-    const ROWS: usize = 5;
+    norms_agree(device, (false, false));
+}
+
+/// The same with a mean that is subtracted, a bias that is added, and both.
+pub fn layer_norms_agree_and_know_no_company<D: SuiteDevice>(device: &D) {
+    for kind in [(true, true), (true, false), (false, true)] {
+        norms_agree(device, kind);
+    }
+}
+
+fn norms_agree<D: SuiteDevice>(device: &D, (center, bias): (bool, bool)) {
+    const SCALES: [f32; 7] = [1.0, 1e-4, 1e-12, 3e4, 0.0, 1e20, 1e37];
+    const ROWS: usize = SCALES.len();
     let mut rng = Rng(81);
     for width in [1, 7, 64, 129, 2056] {
         for (input, (narrow, wide), gap) in [
@@ -186,6 +201,8 @@ pub fn norms_agree_and_know_no_company<D: SuiteDevice>(device: &D) {
             let fields = NormFields {
                 width,
                 eps: scalar(1e-5),
+                center,
+                bias,
                 max_rows: ROWS,
                 input,
                 in_stride: Some(width + gap),
@@ -197,23 +214,27 @@ pub fn norms_agree_and_know_no_company<D: SuiteDevice>(device: &D) {
             let spec = NormSpec::new(fields).unwrap();
             let prepared = prepare::<Norm, D>(device, &spec);
             let mut x = rng.normals(ROWS * width);
-            for (row, scale) in x.chunks_exact_mut(width).zip([1.0, 1e-4, 1e-12, 3e4, 0.0]) {
+            for (row, scale) in x.chunks_exact_mut(width).zip(SCALES) {
                 row.iter_mut().for_each(|v| *v *= scale);
             }
             let (x, weight) = (held(input, x), rng.normals(width));
-            let needed = op::norm::oracle(&spec, &x, &weight);
+            let biases = rng.normals(if bias { width } else { 0 });
+            let needed = op::norm::oracle(&spec, &x, &weight, &biases);
+            // Where something is subtracted or added, terms of the size of the weights cancel.
+            let floor = if center || bias { 1e-5 } else { 1e-30 };
             let x = spread(&x, (width, width + gap), f32::NAN);
-            let [y, y_wide] = normalise(device, &prepared, (0, &x), &weight);
+            let [y, y_wide] = normalise(device, &prepared, (0, &x), (&weight, &biases));
             let (stride, tight) = ((width, spec.out_stride()), (width, width));
             if narrow {
-                close(&what, (&y, Float::Bf16), (&needed, stride), (1e-5, 1e-30));
+                close(&what, (&y, Float::Bf16), (&needed, stride), (1e-5, floor));
             }
             if wide {
-                close(&what, (&y_wide, Float::F32), (&needed, tight), (1e-5, 1e-30));
+                close(&what, (&y_wide, Float::F32), (&needed, tight), (1e-5, floor));
             }
             for row in 0..ROWS {
                 let x = &x[row * spec.in_stride()..(row + 1) * spec.in_stride()];
-                let [alone, alone_wide] = normalise(device, &prepared, (row, x), &weight);
+                let [alone, alone_wide] =
+                    normalise(device, &prepared, (row, x), (&weight, &biases));
                 same_bits(&what, &alone, &y[row * stride.1..(row + 1) * stride.1]);
                 same_bits(&what, &alone_wide, &y_wide[row * width..(row + 1) * width]);
             }
@@ -223,6 +244,17 @@ pub fn norms_agree_and_know_no_company<D: SuiteDevice>(device: &D) {
 
 /// Positions near and far, backwards and at the ends; frequencies of models and one above 1.
 pub fn rotations_agree<D: SuiteDevice>(device: &D) {
+    rotate(device, (0, 0));
+}
+
+/// The same of the first, the last and some middle elements of heads whose others are copied.
+pub fn rotations_of_a_part_agree<D: SuiteDevice>(device: &D) {
+    for around in [(0, 64), (64, 0), (3, 1)] {
+        rotate(device, around);
+    }
+}
+
+fn rotate<D: SuiteDevice>(device: &D, (before, after): (usize, usize)) {
     const POSITIONS: [i32; 9] =
         [0, 1, -7, 4_095, 163_839, 1_048_577, 16_777_217, i32::MAX, i32::MIN];
     let mut rng = Rng(82);
@@ -232,13 +264,16 @@ pub fn rotations_agree<D: SuiteDevice>(device: &D) {
             (RotaryStyle::Half, Float::F32, 1.3),
             (RotaryStyle::Pair, Float::F32, 0.7),
         ] {
+            let whole = before + width + after;
             let fields = RotaryFields {
                 heads,
                 width,
                 style,
                 input,
-                in_stride: Some(width + gap),
-                out_stride: Some(width + 2 * gap),
+                before,
+                after,
+                in_stride: Some(whole + gap),
+                out_stride: Some(whole + 2 * gap),
                 attention_factor: scalar(factor),
                 max_rows: POSITIONS.len(),
             };
@@ -247,11 +282,11 @@ pub fn rotations_agree<D: SuiteDevice>(device: &D) {
             let prepared = prepare::<Rotary, D>(device, &spec);
             let frequency = |j: usize| 1.7 * 10_000f32.powf(-2.0 * j as f32 / width as f32);
             let inv_freq: Vec<f32> = (0..width / 2).map(frequency).collect();
-            let x = held(input, rng.normals(POSITIONS.len() * heads * width));
+            let x = held(input, rng.normals(POSITIONS.len() * heads * whole));
             let case = RotaryCase { x: &x, positions: &POSITIONS, inv_freq: &inv_freq };
             let needed = op::rotary::oracle(&spec, &case);
 
-            let x = spread(&x, (width, width + gap), f32::NAN);
+            let x = spread(&x, (whole, whole + gap), f32::NAN);
             let x = Tensor::new(device, input, (0, &x));
             let positions = tensor::<i32, D>(device, &POSITIONS);
             let inv_freq = tensor::<f32, D>(device, &inv_freq);
@@ -267,7 +302,7 @@ pub fn rotations_agree<D: SuiteDevice>(device: &D) {
                     scratch: lane.lease(),
                 })
             });
-            let needed = (&needed[..], (width, spec.out_stride()));
+            let needed = (&needed[..], (whole, spec.out_stride()));
             close(&what, (&y.read(), Float::Bf16), needed, (0.0, 1e-6));
         }
     }

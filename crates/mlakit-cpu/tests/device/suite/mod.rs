@@ -7,15 +7,29 @@ pub mod dense;
 pub mod dense_inputs;
 pub mod dense_run;
 pub mod exact;
+pub mod hadamard;
+pub mod indexer;
+pub mod indexer_edges;
+pub mod indexer_inputs;
+pub mod indexer_replay;
+pub mod indexer_run;
 pub mod invariance;
 pub mod layer;
 pub mod linear;
 pub mod merge;
 pub mod owners;
 pub mod partials;
+pub mod pool;
 pub mod prepared;
 pub mod random;
 pub mod replay;
+pub mod selection;
+pub mod sparse;
+pub mod sparse_edges;
+pub mod sparse_exact;
+pub mod sparse_inputs;
+pub mod sparse_replay;
+pub mod sparse_run;
 pub mod streams;
 pub mod writer;
 
@@ -119,6 +133,84 @@ macro_rules! device_suite {
             replays_write_the_bytes_of_the_oracle =
                 writer::replays_write_the_bytes_of_the_oracle,
             slots_beyond_two_gibibytes = writer::slots_beyond_two_gibibytes,
+            tokens_of_another_kind_are_refused = writer::tokens_of_another_kind_are_refused,
+        }
+    };
+    (sparse $device:expr) => {
+        $crate::suite::device_suite! { @each $device;
+            sparse_prepares = sparse::prepares,
+            sparse_agrees_with_the_oracle = sparse::agrees_with_the_oracle,
+            every_record_agrees = sparse::every_record_agrees,
+            lists_of_every_width = sparse::lists_of_every_width,
+            any_number_of_heads = sparse::any_number_of_heads,
+            positions_are_looked_up_in_the_kernel = sparse::positions_are_looked_up_in_the_kernel,
+            sparse_sees_only_what_is_referred_to = sparse::sees_only_what_is_referred_to,
+            selected_pages_beyond_two_gibibytes = sparse::pages_beyond_two_gibibytes,
+            entries_out_of_bounds_are_skipped_and_counted =
+                sparse_edges::entries_out_of_bounds_are_skipped_and_counted,
+            a_row_without_a_key_is_zero = sparse_edges::a_row_without_a_key_is_zero,
+            counts_are_clamped = sparse_edges::counts_are_clamped,
+            requests_without_tokens = sparse_edges::requests_without_tokens,
+            more_entries_than_keys = sparse_edges::more_entries_than_keys,
+            a_token_selected_twice_counts_twice =
+                sparse_edges::a_token_selected_twice_counts_twice,
+            infinite_sinks = sparse_edges::infinite_sinks,
+            a_scope_may_be_empty = sparse_edges::a_scope_may_be_empty,
+            scopes_of_different_records = sparse_edges::scopes_of_different_records,
+            seventy_thousand_rows = sparse_edges::seventy_thousand_rows,
+            positions_around_65536 = sparse_edges::positions_around_65536,
+            splits_that_get_no_column = sparse_edges::splits_that_get_no_column,
+            a_nan_token_reaches_the_rows_that_select_it =
+                sparse_edges::a_nan_token_reaches_the_rows_that_select_it,
+            selected_rows_know_no_company = sparse_edges::rows_know_no_company,
+            operands_are_checked = sparse_edges::operands_are_checked,
+            a_sparse_call_repeats_itself = sparse_exact::a_call_repeats_itself,
+            equal_tokens_give_their_value = sparse_exact::equal_tokens_give_their_value,
+            a_saturated_token_gives_its_value = sparse_exact::a_saturated_token_gives_its_value,
+            two_equal_tokens_give_the_mean = sparse_exact::two_equal_tokens_give_the_mean,
+            sparse_replays_equal_eager_runs = sparse_replay::replays_equal_eager_runs,
+        }
+    };
+    (indexer $device:expr) => {
+        $crate::suite::device_suite! { @each $device;
+            indexer_prepares = indexer::prepares,
+            indexer_agrees_with_the_oracle = indexer::agrees_with_the_oracle,
+            ordinary_scores_agree = indexer::ordinary_scores_agree,
+            indexed_rows_know_no_company = indexer::rows_know_no_company,
+            indexer_calls_in_the_same_memory_agree = indexer::calls_in_the_same_memory_agree,
+            indexer_replays_equal_eager_runs = indexer_replay::replays_equal_eager_runs,
+            a_million_keys_in_a_small_budget = indexer::a_million_keys_in_a_small_budget,
+            a_budget_too_small_is_refused = indexer::a_budget_too_small_is_refused,
+            indexer_operands_are_checked = indexer::operands_are_checked,
+            equal_scores_go_to_the_smaller_position =
+                indexer_edges::equal_scores_go_to_the_smaller_position,
+            near_ties_are_told_apart = indexer_edges::near_ties_are_told_apart,
+            scores_sorted_both_ways = indexer_edges::sorted_both_ways,
+            infinities_and_nan_have_their_place =
+                indexer_edges::infinities_and_nan_have_their_place,
+            an_infinite_key_has_an_infinite_score =
+                indexer_edges::an_infinite_key_has_an_infinite_score,
+            short_rows_select_everything = indexer_edges::short_rows_select_everything,
+            lengths_around_every_boundary = indexer_edges::lengths_around_every_boundary,
+            bad_lengths_and_offsets_are_counted =
+                indexer_edges::bad_lengths_and_offsets_are_counted,
+            positions_beyond_the_pools_are_counted =
+                indexer_edges::positions_beyond_the_pools_are_counted,
+            scales_may_be_anything = indexer_edges::scales_may_be_anything,
+            empty_indexer_calls = indexer_edges::empty_calls,
+            seventy_thousand_indexed_rows = indexer_edges::seventy_thousand_rows,
+            indexed_positions_around_65536 = indexer_edges::positions_around_65536,
+            index_pages_beyond_two_gibibytes = indexer_edges::index_pages_beyond_two_gibibytes,
+            selection_prepares = selection::prepares,
+            selections_agree = selection::agrees_with_the_oracle,
+            pools_of_four_make_2051_slots = selection::pools_of_four_make_2051_slots,
+            pools_prepare = pool::prepares,
+            steps_of_any_size_agree = pool::steps_of_any_size_agree,
+            rejected_drafts_leave_no_trace = pool::rejected_drafts_leave_no_trace,
+            what_is_not_there_is_left_out = pool::what_is_not_there_is_left_out,
+            hadamard_agrees_with_the_definition = hadamard::agrees_with_the_definition,
+            layer_norms_agree = layer::layer_norms_agree_and_know_no_company,
+            rotations_of_a_part_agree = layer::rotations_of_a_part_agree,
         }
     };
     (@each $device:expr; $($name:ident = $module:ident::$contract:ident,)*) => {

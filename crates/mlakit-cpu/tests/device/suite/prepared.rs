@@ -18,6 +18,7 @@ use mlakit::{Category, LseBase, Op, Plan, RecordFormat, Runs, Splits};
 
 use super::SuiteDevice;
 use super::dense_inputs::{Query, shape};
+use super::writer;
 
 const HEADS: [usize; 7] = [1, 3, 8, 11, 16, 99, 128];
 const FLOATS: [Float; 2] = [Float::Bf16, Float::F32];
@@ -96,24 +97,35 @@ pub fn merge_prepares<D: SuiteDevice>(device: &D) {
 pub fn writer_prepares<D: SuiteDevice>(device: &D) {
     let mut specs = Vec::new();
     for record in RecordFormat::ALL {
-        for (latent_width, rope_width) in [(512, 64), (512, 0), (33, 8), (1, 0)] {
+        for widths in [(512, 64), (512, 0), (448, 64), (33, 8), (1, 0)] {
             for page_size in [1, 16, 48, 256] {
                 for padding in [0, 10] {
-                    let width = latent_width + rope_width + padding;
-                    let fields = WriterFields {
-                        record,
-                        record_width: (padding > 0).then_some(width),
-                        page_size,
-                        latent_width,
-                        rope_width,
-                        max_rows: 1 + page_size,
-                    };
-                    specs.push(WriterSpec::new(fields).unwrap());
+                    specs.extend(writer_spec(record, widths, page_size, padding));
                 }
             }
         }
     }
+    let facts = device.facts();
+    specs.retain(|spec| Plan::<Writer>::for_device::<D>(spec, facts).is_ok());
+    assert!(specs.len() >= 2 * 5 * 4 * 2, "at least bf16 and e4m3 are written everywhere");
     prepares::<Writer, D>(device, specs);
+}
+
+/// The writer of a token, if the format can store it.
+fn writer_spec(
+    record: RecordFormat,
+    (latent, rope): (usize, usize),
+    page_size: usize,
+    padding: usize,
+) -> Option<WriterSpec> {
+    let fields = WriterFields {
+        record,
+        record_width: (padding > 0).then_some(latent + rope + padding),
+        page_size,
+        max_rows: 1 + page_size,
+        ..writer::token((record, latent, rope))
+    };
+    WriterSpec::new(fields).ok()
 }
 
 pub fn projection_prepares<D: SuiteDevice>(device: &D) {
@@ -180,6 +192,8 @@ pub fn norm_prepares<D: SuiteDevice>(device: &D) {
                     let fields = NormFields {
                         width,
                         eps: scalar(1e-6),
+                        center: false,
+                        bias: false,
                         max_rows: 3,
                         input,
                         in_stride: (gap > 0).then_some(width + gap),
@@ -208,6 +222,8 @@ pub fn rotary_prepares<D: SuiteDevice>(device: &D) {
                         width,
                         style,
                         input,
+                        before: 0,
+                        after: 0,
                         in_stride: (gap > 0).then_some(width + gap),
                         out_stride: (gap > 0).then_some(width + 2 * gap),
                         attention_factor: scalar(factor),

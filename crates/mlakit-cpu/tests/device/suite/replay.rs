@@ -4,7 +4,7 @@
 use half::bf16;
 use mlakit::op::dense::{Dense, DenseArgs, DenseSpec, QueryInput};
 use mlakit::op::merge::{LseOutput, Partial};
-use mlakit::op::writer::{Writer, WriterArgs, WriterFields, WriterSpec};
+use mlakit::op::writer::{Writer, WriterArgs, WriterFields, WriterInput, WriterSpec};
 use mlakit::{
     Buffer, Category, Counts, Graph, Key, Lane, Lse, Natural, Pages, Plan, PoolView, Prepared,
     RecordFormat, Slots, Splits, Stream, ViewKey,
@@ -97,6 +97,7 @@ impl<D: SuiteDevice> World<D> {
             page_size: PAGE,
             latent_width: LATENT,
             rope_width: ROPE,
+            key_width: 0,
             max_rows: ROWS,
         };
         let plan =
@@ -160,8 +161,10 @@ impl<D: SuiteDevice> Eager<D> {
         self.slots.write_on(stream, 0, &step.slots).unwrap();
         self.view.bind(stream, &world.pools[step.pool]).unwrap();
         let write = WriterArgs {
-            latent: (&self.latent).into(),
-            rope: Some((&self.rope).into()),
+            tokens: WriterInput::Latent {
+                latent: (&self.latent).into(),
+                rope: Some((&self.rope).into()),
+            },
             slots: (&self.slots).into(),
             cache: (&mut self.view).into(),
             kv_scale: None,
@@ -220,8 +223,10 @@ impl<D: SuiteDevice> Replayed<D> {
         let view = slots.view("view", world.pools[0].geometry()).unwrap();
         let graph = slots.capture(stream, |rec| {
             let write = WriterArgs {
-                latent: rec.input(latent)?,
-                rope: Some(rec.input(rope)?),
+                tokens: WriterInput::Latent {
+                    latent: rec.input(latent)?,
+                    rope: Some(rec.input(rope)?),
+                },
                 slots: rec.input(tokens)?,
                 cache: rec.cache_mut(view)?,
                 kv_scale: None,

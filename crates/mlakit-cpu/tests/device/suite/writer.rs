@@ -1,9 +1,12 @@
 //! The cache writer puts exactly the oracle's bytes where they belong, and no byte anywhere else.
 
 use half::bf16;
-use mlakit::op::writer::{Writer, WriterArgs, WriterCase, WriterFields, WriterSpec, oracle};
+use mlakit::op::writer::{
+    Writer, WriterArgs, WriterCase, WriterFields, WriterInput, WriterSpec, oracle,
+};
 use mlakit::{
-    Buffer, Graph, Key, Lane, Pages, Plan, PoolView, Prepared, RecordFormat, Slots, Stream, ViewKey,
+    Buffer, Error, Graph, Input, Key, Lane, Pages, Plan, PoolView, Prepared, RecordFormat, Slots,
+    Stream, ViewKey,
 };
 
 use super::SuiteDevice;
@@ -24,31 +27,71 @@ struct Shape {
     rows: usize,
 }
 
-impl Shape {
-    fn spec(&self) -> WriterSpec {
-        let width = self.latent + self.rope;
-        WriterSpec::new(WriterFields {
-            record: self.record,
-            record_width: (self.padding.0 > 0).then_some(width + self.padding.0),
-            page_size: self.page_size,
-            latent_width: self.latent,
-            rope_width: self.rope,
-            max_rows: self.rows,
-        })
-        .unwrap()
+/// The widths of a writer's tokens: latent and rotary part, or key.
+pub fn token((record, first, rope): (RecordFormat, usize, usize)) -> WriterFields {
+    let is_index = record.is_index();
+    WriterFields {
+        record,
+        latent_width: if is_index { 0 } else { first },
+        rope_width: rope,
+        key_width: if is_index { first } else { 0 },
+        page_size: 1,
+        ..WriterFields::default()
     }
 }
 
-fn shapes() -> Vec<Shape> {
+impl Shape {
+    /// Nothing where the format cannot store such tokens.
+    fn try_spec(&self) -> Option<WriterSpec> {
+        let width = self.latent + self.rope;
+        let fields = WriterFields {
+            record_width: (self.padding.0 > 0).then_some(width + self.padding.0),
+            page_size: self.page_size,
+            max_rows: self.rows,
+            ..token((self.record, self.latent, self.rope))
+        };
+        WriterSpec::new(fields).ok()
+    }
+
+    fn spec(&self) -> WriterSpec {
+        self.try_spec().unwrap()
+    }
+
+    /// Tokens of the record's kind.
+    fn tokens<'a, D: SuiteDevice>(
+        &self,
+        first: Input<'a, bf16, D>,
+        rope: Input<'a, bf16, D>,
+    ) -> WriterInput<'a, D> {
+        if self.record.is_index() {
+            WriterInput::Key(first)
+        } else {
+            WriterInput::Latent { latent: first, rope: (self.rope > 0).then_some(rope) }
+        }
+    }
+}
+
+/// What the device writes; every device writes `bf16` and `e4m3`.
+fn shapes<D: SuiteDevice>(device: &D) -> Vec<Shape> {
     let mut shapes = Vec::new();
     for record in RecordFormat::ALL {
-        for (latent, rope) in [(512, 64), (512, 0), (33, 8), (1, 1), (128, 32)] {
+        let mut written = 0;
+        for (latent, rope) in [(512, 64), (512, 0), (33, 8), (1, 1), (128, 32), (448, 64), (192, 7)]
+        {
             for (padding, page_size, rows) in
                 [((0, 0), 1, 1), ((6, 34), 16, 5), ((0, 2), 48, 64), ((32, 0), 64, 200)]
             {
-                shapes.push(Shape { record, latent, rope, padding, page_size, rows });
+                let elements = if record.is_plain() { padding.0 } else { 0 };
+                let padding = (elements, padding.1);
+                let shape = Shape { record, latent, rope, padding, page_size, rows };
+                let Some(spec) = shape.try_spec() else { continue };
+                if Plan::<Writer>::for_device::<D>(&spec, device.facts()).is_ok() {
+                    shapes.push(shape);
+                    written += 1;
+                }
             }
         }
+        assert!(written > 0 || !record.is_plain(), "{record:?}");
     }
     shapes
 }
@@ -64,11 +107,19 @@ struct Step {
 
 impl Step {
     fn new(shape: &Shape, rng: &mut Rng) -> Self {
-        let odd = [f32::NAN, f32::INFINITY, -0.0, 1e30, -1e-30].map(bf16::from_f32);
-        let mut values = |len: usize| -> Vec<bf16> {
-            (0..len).map(|_| if rng.chance(9) { rng.pick(&odd) } else { rng.bf16() }).collect()
+        let odd = [f32::NAN, f32::INFINITY, -0.0, 1e30, -1e-30, 1e-40].map(bf16::from_f32);
+        // Tokens of any magnitude, zeros among them, some with odd numbers in them.
+        let mut token = |width: usize| -> Vec<bf16> {
+            let scale = rng.pick(&[0.0, 1e-30, 1e-4, 1.0, 300.0]);
+            let one_in = rng.pick(&[9, 1000, usize::MAX]);
+            let value = |_| match rng.chance(one_in) {
+                true => rng.pick(&odd),
+                false => bf16::from_f32(rng.bf16().to_f32() * scale),
+            };
+            (0..width).map(value).collect()
         };
-        let (latent, rope) = (values(shape.rows * shape.latent), values(shape.rows * shape.rope));
+        let mut tokens = |width: usize| (0..shape.rows).flat_map(|_| token(width)).collect();
+        let (latent, rope) = (tokens(shape.latent), tokens(shape.rope));
         let end = (PAGES * shape.page_size) as i64;
         let mut slots: Vec<i64> = (0..shape.rows).map(|_| rng.below(end as usize) as i64).collect();
         for slot in &mut slots {
@@ -87,6 +138,32 @@ impl Step {
             page_stride_bytes,
             kv_scale: if shape.record.is_scaled() { self.scale } else { 1.0 },
         }
+    }
+}
+
+impl Step {
+    /// Writes, eagerly, and waits.
+    fn run<D: SuiteDevice>(
+        &self,
+        stream: &mut Stream<'_, D>,
+        shape: &Shape,
+        prepared: &Prepared<Writer, D>,
+        (view, lane): (&mut PoolView<D>, &mut Lane<D>),
+    ) {
+        let device = &stream.device().clone();
+        let latent = tensor::<bf16, D>(device, &self.latent);
+        let rope = tensor::<bf16, D>(device, &self.rope);
+        let slots = tensor::<i64, D>(device, &self.slots);
+        let scale: Buffer<f32, D> = tensor::<f32, D>(device, &[self.scale]);
+        let args = WriterArgs {
+            tokens: shape.tokens((&latent).into(), (&rope).into()),
+            slots: (&slots).into(),
+            cache: view.into(),
+            kv_scale: shape.record.is_scaled().then(|| (&scale).into()),
+            scratch: lane.into(),
+        };
+        prepared.bind(args).unwrap().run(stream).unwrap();
+        stream.wait().unwrap();
     }
 }
 
@@ -119,7 +196,7 @@ fn same_bytes<D: SuiteDevice>(what: &str, pool: &Pages<D>, needed: &[u8]) {
 pub fn writes_the_bytes_of_the_oracle<D: SuiteDevice>(device: &D) {
     let caller = device.own_stream().unwrap();
     let mut stream = device.stream(&caller).unwrap();
-    for (seed, shape) in shapes().iter().enumerate() {
+    for (seed, shape) in shapes(device).iter().enumerate() {
         let mut rng = Rng(seed as u64);
         let prepared = prepared(device, shape);
         let (pool, mut needed) = pool(device, shape, seed as u64);
@@ -130,20 +207,7 @@ pub fn writes_the_bytes_of_the_oracle<D: SuiteDevice>(device: &D) {
         for step in [0, 1].map(|_| Step::new(shape, &mut rng)) {
             let case = step.case(shape, pool.page_stride_bytes());
             skipped += oracle(&shape.spec(), &case, &mut needed);
-            let (latent, rope) =
-                (tensor::<bf16, D>(device, &step.latent), tensor::<bf16, D>(device, &step.rope));
-            let slots = tensor::<i64, D>(device, &step.slots);
-            let scale: Buffer<f32, D> = tensor::<f32, D>(device, &[case.kv_scale]);
-            let args = WriterArgs {
-                latent: (&latent).into(),
-                rope: (shape.rope > 0).then(|| (&rope).into()),
-                slots: (&slots).into(),
-                cache: (&mut view).into(),
-                kv_scale: shape.record.is_scaled().then(|| (&scale).into()),
-                scratch: (&mut lane).into(),
-            };
-            prepared.bind(args).unwrap().run(&mut stream).unwrap();
-            stream.wait().unwrap();
+            step.run(&mut stream, shape, &prepared, (&mut view, &mut lane));
             same_bytes(&format!("{shape:?}"), &pool, &needed);
         }
         assert_eq!(lane.faults().unwrap(), [skipped, 0, 0], "{shape:?}");
@@ -173,8 +237,7 @@ impl<D: SuiteDevice> Recorded<D> {
         let scale = set.slot("scale", 1).unwrap();
         let graph = set.capture(stream, |rec| {
             let args = WriterArgs {
-                latent: rec.input(latent)?,
-                rope: (shape.rope > 0).then(|| rec.input(rope)).transpose()?,
+                tokens: shape.tokens(rec.input(latent)?, rec.input(rope)?),
                 slots: rec.input(slots)?,
                 cache: rec.cache_mut(view)?,
                 kv_scale: shape.record.is_scaled().then(|| rec.input(scale)).transpose()?,
@@ -190,7 +253,7 @@ impl<D: SuiteDevice> Recorded<D> {
 pub fn replays_write_the_bytes_of_the_oracle<D: SuiteDevice>(device: &D) {
     let caller = device.own_stream().unwrap();
     let mut stream = device.stream(&caller).unwrap();
-    for (seed, shape) in shapes().iter().enumerate().step_by(3) {
+    for (seed, shape) in shapes(device).iter().enumerate().step_by(3) {
         let mut rng = Rng(seed as u64 + 1000);
         let prepared = prepared(device, shape);
         let lane = Lane::new(device, "lane", &[prepared.plan().scratch_bytes()]).unwrap();
@@ -217,44 +280,78 @@ pub fn replays_write_the_bytes_of_the_oracle<D: SuiteDevice>(device: &D) {
     }
 }
 
-/// A slot beyond 2^31 bytes of cache is that slot.
+/// A slot beyond 2^31 bytes of cache is that slot, in every format: what low pages hold after a
+/// write, high pages hold too, and no byte of a page around them changes.
 pub fn slots_beyond_two_gibibytes<D: SuiteDevice>(device: &D) {
+    const PAGE: usize = 16;
     const STRIDE: usize = 1 << 22;
     let caller = device.own_stream().unwrap();
     let mut stream = device.stream(&caller).unwrap();
-    let record = RecordFormat::Bf16;
-    let shape = Shape { record, latent: 33, rope: 8, padding: (0, 0), page_size: 16, rows: 3 };
-    let prepared = prepared(device, &shape);
-    let geometry = shape.spec().pages();
-    let pool = Pages::with_stride(device, "large pool", geometry, (1100, STRIDE)).unwrap();
-    let mut view = PoolView::new(device, "view", geometry).unwrap();
-    view.bind(&mut stream, &pool).unwrap();
-    let mut lane = Lane::new(device, "lane", &[prepared.plan().scratch_bytes()]).unwrap();
-    let mut rng = Rng(9);
-    let (latent, rope) = (rng.bf16s(3 * 33), rng.bf16s(3 * 8));
-    let slots = [511 * 16 + 3, 512 * 16, 1099 * 16 + 15];
-    let device_tensors = (
-        tensor::<bf16, D>(device, &latent),
-        tensor::<bf16, D>(device, &rope),
-        tensor::<i64, D>(device, &slots),
-    );
-    let args = WriterArgs {
-        latent: (&device_tensors.0).into(),
-        rope: Some((&device_tensors.1).into()),
-        slots: (&device_tensors.2).into(),
-        cache: (&mut view).into(),
-        kv_scale: None,
-        scratch: (&mut lane).into(),
-    };
-    prepared.bind(args).unwrap().run(&mut stream).unwrap();
-    stream.wait().unwrap();
-    for (row, slot) in slots.into_iter().enumerate() {
-        let (page, offset) = (slot as usize / 16, slot as usize % 16);
-        let mut given = vec![bf16::ZERO; 41];
-        let at = (page, offset * geometry.record.bytes());
-        pool.read(at, bytemuck::cast_slice_mut(&mut given)).unwrap();
-        let needed = [&latent[row * 33..][..33], &rope[row * 8..][..8]].concat();
-        assert_eq!(given, needed, "slot {slot}");
+    let high = [511, 512, 1099];
+    for shape in shapes(device).iter().filter(|s| s.page_size == PAGE && s.padding.0 == 0) {
+        let shape = &Shape { rows: high.len(), ..shape.clone() };
+        let prepared = prepared(device, shape);
+        let geometry = shape.spec().pages();
+        let size = (1100, STRIDE);
+        let mut pool = Pages::with_stride(device, "large pool", geometry, size).unwrap();
+        let mut view = PoolView::new(device, "view", geometry).unwrap();
+        let mut lane = Lane::new(device, "lane", &[prepared.plan().scratch_bytes()]).unwrap();
+        let mut step = Step::new(shape, &mut Rng(9));
+        // The oracle writes three pages that take the place of the high ones.
+        let payload = geometry.payload_bytes();
+        let mut needed = vec![0x5a; high.len() * payload];
+        step.slots = vec![3, PAGE as i64, 2 * PAGE as i64 + 15];
+        oracle(&shape.spec(), &step.case(shape, payload), &mut needed);
+        step.slots = step.slots.iter().zip([511, 511, 1097]).map(|(s, p)| s + 16 * p).collect();
+        for page in high {
+            pool.write((page, 0), &vec![0x5a; payload]).unwrap();
+        }
+        view.bind(&mut stream, &pool).unwrap();
+        step.run(&mut stream, shape, &prepared, (&mut view, &mut lane));
+        for (page, needed) in high.into_iter().zip(needed.chunks_exact(payload)) {
+            let mut given = vec![0; payload];
+            pool.read((page, 0), &mut given).unwrap();
+            assert_eq!(given, needed, "page {page} of {shape:?}");
+        }
+        assert_eq!(lane.faults().unwrap(), [0; 3], "{shape:?}");
     }
-    assert_eq!(lane.faults().unwrap(), [0; 3]);
+}
+
+/// A latent where keys are stored, a key where latents are, and a call without tokens.
+pub fn tokens_of_another_kind_are_refused<D: SuiteDevice>(device: &D) {
+    let caller = device.own_stream().unwrap();
+    let mut stream = device.stream(&caller).unwrap();
+    let mut rng = Rng(3);
+    for shape in shapes(device).iter().filter(|s| s.page_size == 16 && s.padding.0 == 0) {
+        let prepared = prepared(device, shape);
+        let (pool, needed) = pool(device, shape, 5);
+        let mut view = PoolView::new(device, "view", pool.geometry()).unwrap();
+        view.bind(&mut stream, &pool).unwrap();
+        let lane = Lane::new(device, "lane", &[prepared.plan().scratch_bytes()]).unwrap();
+        let step = Step::new(shape, &mut rng);
+        let latent = tensor::<bf16, D>(device, &step.latent);
+        let rope = tensor::<bf16, D>(device, &step.rope);
+        let scale: Buffer<f32, D> = tensor::<f32, D>(device, &[1.0]);
+        let mut write = |tokens: WriterInput<'_, D>, rows: usize| {
+            let slots = tensor::<i64, D>(device, &step.slots[..rows]);
+            let args = WriterArgs {
+                tokens,
+                slots: (&slots).into(),
+                cache: view.lease_mut(),
+                kv_scale: shape.record.is_scaled().then(|| (&scale).into()),
+                scratch: lane.lease(),
+            };
+            prepared.bind(args)?.run(&mut stream)?;
+            stream.wait()
+        };
+        let other = if shape.record.is_index() {
+            WriterInput::Latent { latent: (&latent).into(), rope: None }
+        } else {
+            WriterInput::Key((&latent).into())
+        };
+        let refused = write(other, shape.rows).err();
+        assert!(matches!(refused, Some(Error::Contract { what: "tokens", .. })), "{refused:?}");
+        write(shape.tokens((&latent).into(), (&rope).into()), 0).unwrap();
+        same_bytes(&format!("{shape:?}"), &pool, &needed);
+    }
 }

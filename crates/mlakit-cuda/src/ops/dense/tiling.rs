@@ -161,7 +161,7 @@ mod tests {
     use mlakit::{Error, Plan};
 
     use super::*;
-    use crate::Cuda;
+    use crate::{Cuda, DenseFamily};
 
     #[test]
     fn widths_in_use_fit_with_the_same_steps_for_all_tiles() {
@@ -208,7 +208,8 @@ mod tests {
 
     fn plan(gpu: &str, fields: DenseFields) -> Result<Plan<Dense>, Error> {
         let spec = DenseSpec::new(fields).unwrap();
-        Plan::for_device::<Cuda>(&spec, &Facts::preset(gpu).unwrap())
+        let facts = Facts { dense: Some(DenseFamily::Portable), ..Facts::preset(gpu).unwrap() };
+        Plan::for_device::<Cuda>(&spec, &facts)
     }
 
     fn wanted(gpu: &str, shape: [usize; 4]) -> usize {

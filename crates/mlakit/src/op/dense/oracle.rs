@@ -139,11 +139,18 @@ impl Oracle<'_> {
         usize::try_from(table[index]).ok().filter(|page| *page < pages)
     }
 
-    fn record(&self, table: &[i32], position: usize) -> Option<&[u8]> {
-        let (size, bytes) = (self.spec.page_size, self.spec.pages().record.bytes());
+    /// The bytes of a token: data, then scales.
+    fn record(&self, table: &[i32], position: usize) -> Option<[&[u8]; 2]> {
+        let size = self.spec.page_size;
         let page = self.page(table, position / size)?;
-        let first = page * self.case.page_stride_bytes + position % size * bytes;
-        Some(&self.case.cache[first..first + bytes])
+        let page = &self.case.cache[page * self.case.page_stride_bytes..];
+        Some(self.spec.pages().planes().token(page, position % size))
+    }
+
+    /// A key, the scale of the cache not multiplied: its product is exact only in f64.
+    fn decode<'k>(&self, [data, scales]: [&[u8]; 2], key: &'k mut [f32]) -> &'k [f32] {
+        self.spec.pages().record.decode(data, scales, 1.0, key);
+        key
     }
 
     fn query(&self, index: usize, element: usize) -> f64 {
@@ -193,14 +200,15 @@ impl Oracle<'_> {
 
     fn part(&self, query: &[f64], keys: Range<usize>, table: &[i32]) -> (Vec<f64>, f64) {
         let spec = self.spec;
-        let layout = spec.pages().record;
-        let decode = |record: &[u8], i: usize| layout.decode(record, i, self.case.kv_scale);
-        let records: Vec<&[u8]> = keys.filter_map(|key| self.record(table, key)).collect();
-        let score = |record: &&[u8]| {
-            let dot: f64 = query.iter().enumerate().map(|(i, q)| q * decode(record, i)).sum();
+        let kv_scale = f64::from(self.case.kv_scale);
+        let mut key = vec![0.0; spec.qk_width];
+        let records: Vec<_> = keys.filter_map(|key| self.record(table, key)).collect();
+        let mut score = |record: &[&[u8]; 2]| {
+            let pairs = query.iter().zip(self.decode(*record, &mut key));
+            let dot: f64 = pairs.map(|(q, k)| q * (f64::from(*k) * kv_scale)).sum();
             dot * f64::from(spec.softmax_scale.value())
         };
-        let scores: Vec<f64> = records.iter().map(score).collect();
+        let scores: Vec<f64> = records.iter().map(&mut score).collect();
         let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let mut out = vec![0.0; spec.value_width];
         if records.is_empty() {
@@ -209,8 +217,8 @@ impl Oracle<'_> {
         let weights: Vec<f64> = scores.iter().map(|score| (score - top).exp()).collect();
         let sum: f64 = weights.iter().sum();
         for (record, weight) in records.iter().zip(&weights) {
-            for (i, total) in out.iter_mut().enumerate() {
-                *total += weight / sum * decode(record, i);
+            for (total, value) in out.iter_mut().zip(self.decode(*record, &mut key)) {
+                *total += weight / sum * (f64::from(*value) * kv_scale);
             }
         }
         (out, top + sum.ln())

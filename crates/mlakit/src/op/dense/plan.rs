@@ -15,9 +15,10 @@ pub struct Dense;
 impl Sealed for Dense {}
 
 impl Dense {
-    /// The region of partial outputs, `[splits, rows, heads, value_width]` in the partial dtype.
+    /// The region of partial outputs in the partial dtype: `[splits, rows, heads, value_width]`, or as many rows of that width as the
+    /// choice says ([`Choice::partial_rows`]).
     pub const PARTIAL_OUT: &'static str = "partial_out";
-    /// The region of partial log-sum-exps, F32 `[splits, rows, heads]`, base 2.
+    /// The region of partial log-sum-exps, F32, one for each row of partial outputs, base 2.
     pub const PARTIAL_LSE: &'static str = "partial_lse";
 }
 
@@ -38,11 +39,8 @@ impl Op for Dense {
     /// need none.
     fn scratch(spec: &DenseSpec, choice: &Choice) -> Vec<RegionSpec> {
         let stored = choice.splits > 1 && !choice.partials_stay_on_chip;
-        let parts = if stored {
-            choice.splits.saturating_mul(spec.max_rows).saturating_mul(spec.heads)
-        } else {
-            0
-        };
+        let all = choice.splits.saturating_mul(spec.max_rows).saturating_mul(spec.heads);
+        let parts = if stored { choice.partial_rows.unwrap_or(all) } else { 0 };
         let out = parts.saturating_mul(spec.value_width * spec.partial.dtype().bytes());
         vec![
             RegionSpec::new(Self::PARTIAL_OUT, out),

@@ -35,10 +35,12 @@ impl Inputs {
         let q: Vec<bf16> =
             (0..rows * spec.heads * spec.qk_width).map(|i| bf16::from_f32(number(i))).collect();
         let mut cache = vec![0xff; width * geometry.payload_bytes()];
-        for (token, record) in cache.chunks_exact_mut(geometry.record.bytes()).enumerate() {
+        let planes = geometry.planes();
+        for token in 0..width * spec.page_size {
             let values: Vec<bf16> =
                 (0..spec.qk_width).map(|i| bf16::from_f32(number(token * 5 + i))).collect();
-            geometry.record.encode(record, &values, 1.0);
+            let page = &mut cache[token / spec.page_size * geometry.payload_bytes()..];
+            planes.encode(geometry.record, (page, token % spec.page_size), [&values, &[]], 1.0);
         }
         let mut table = vec![-1; batch * width];
         for (i, page) in table.iter_mut().take(width).enumerate() {

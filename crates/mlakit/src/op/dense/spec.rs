@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::op::merge::Partial;
 use crate::op::spec::{MAX_ROWS, Scalar, checked_spec, within};
-use crate::splits::{BLOCK, Budget, Capacity, Splits};
+use crate::splits::{Budget, Capacity, Splits};
 use crate::{Error, Geometry, LseBase, PageGeometry, RecordFormat, RecordLayout};
 
 /// The dtype in which queries arrive.
@@ -88,8 +88,7 @@ impl DenseFields {
 
     /// The bytes of a token and the size of a page.
     pub fn pages(&self) -> PageGeometry {
-        let width = self.record_width.unwrap_or(self.qk_width);
-        let record = RecordLayout { format: self.record, width };
+        let record = self.key_record().padded(self.record_width);
         PageGeometry { record, page_size: self.page_size }
     }
 
@@ -109,6 +108,10 @@ impl DenseFields {
         self.query == QueryDtype::E4m3 || self.quantize_query
     }
 
+    fn key_record(&self) -> RecordLayout {
+        RecordLayout::of_key(self.record, self.qk_width, self.value_width)
+    }
+
     fn check(&self) -> Result<(), Error> {
         self.geometry().check()?;
         self.pages().check()?;
@@ -116,8 +119,8 @@ impl DenseFields {
         within("max_batch", self.max_batch, 1, MAX_ROWS)?;
         within("max_kv_tokens", self.max_kv_tokens, 1, 1 << 30)?;
         within("max_table_width", self.max_table_width, 1, 1 << 30)?;
-        let width = self.record_width.unwrap_or(self.qk_width);
-        within("record_width", width, self.qk_width, 1 << 16)?;
+        self.record.check_key(self.qk_width, self.value_width)?;
+        self.key_record().check_width(self.record_width)?;
         if self.softmax_scale.value() <= 0.0 {
             let given = self.softmax_scale.value();
             return Err(Error::contract("softmax_scale", "above 0", given));
@@ -135,19 +138,6 @@ impl DenseFields {
         if self.query == QueryDtype::E4m3 && self.quantize_query {
             return Err(Error::contract("quantize_query", "a BF16 query", "an E4M3 query"));
         }
-        self.check_splits()
-    }
-
-    fn check_splits(&self) -> Result<(), Error> {
-        match self.splits {
-            Splits::Auto => Ok(()),
-            Splits::Count(count) => within("splits.count", count, 1, 1 << 16),
-            Splits::FixedTokens(tokens) if tokens > 0 && tokens.is_multiple_of(BLOCK) => {
-                self.capacity().resolve(1).map(drop)
-            }
-            Splits::FixedTokens(tokens) => {
-                Err(Error::contract("splits.fixed_tokens", "a positive multiple of 64", tokens))
-            }
-        }
+        self.capacity().check()
     }
 }

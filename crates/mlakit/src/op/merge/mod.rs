@@ -9,6 +9,7 @@ mod plan;
 mod spec;
 
 pub use bind::{LseInput, LseOutput, MergeArgs, MergeRegions, PartialInput};
+pub(crate) use oracle::log_add;
 pub use oracle::{MergeCase, oracle};
 pub use plan::Merge;
 pub use spec::{MergeFields, MergeSpec, Partial};

@@ -46,8 +46,8 @@ pub struct MergeFields {
     /// Whether there is a sink: one natural-log logit a head that enters the denominator once.
     #[serde(default)]
     pub sink: bool,
-    /// Whether the returned log-sum-exp counts the sink.
-    #[serde(default)]
+    /// Whether the returned log-sum-exp counts the sink; only with one.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub sink_in_lse: bool,
     /// Row capacity.
     pub max_rows: usize,

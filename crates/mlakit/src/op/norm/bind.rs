@@ -4,6 +4,7 @@ use half::bf16;
 
 use super::plan::Norm;
 use crate::memory::Uses;
+use crate::op::dense::present;
 use crate::op::layer::{FloatInput, strided_elements};
 use crate::op::projection::strided_rows;
 use crate::op::spec::rows_of;
@@ -16,6 +17,8 @@ pub struct NormArgs<'a, D> {
     pub x: FloatInput<'a, D>,
     /// F32 `[width]`.
     pub weight: Input<'a, f32, D>,
+    /// F32 `[width]`, where the `Spec` has it.
+    pub bias: Option<Input<'a, f32, D>>,
     /// BF16 `[R, width]`, rows `out_stride` apart, where the `Spec` is `narrow`.
     pub y: Option<Output<'a, bf16, D>>,
     /// F32 `[R, width]` without gaps, where the `Spec` is `wide`.
@@ -31,6 +34,7 @@ pub struct NormRegions {
     pub rows: usize,
     pub x: Region,
     pub weight: Region,
+    pub bias: Region,
     pub y: Region,
     pub y_wide: Region,
     pub scratch: Region,
@@ -58,6 +62,7 @@ impl<'a, D> NormArgs<'a, D> {
             rows,
             x: self.x.declare("x", (spec.input, x), uses)?,
             weight: uses.input("weight", self.weight, width)?,
+            bias: present("bias", self.bias, (spec.bias, width), uses)?,
             y: y.transpose()?.unwrap_or(Region::EMPTY),
             y_wide: y_wide.transpose()?.unwrap_or(Region::EMPTY),
             scratch: uses.scratch(self.scratch, plan)?,
@@ -94,6 +99,7 @@ mod tests {
         let args = NormArgs {
             x: FloatInput::Bf16((&x).into()),
             weight: (&weight).into(),
+            bias: more.contains("\"bias\":true").then(|| (&weight).into()),
             y: y.as_mut().map(Into::into),
             y_wide: y_wide.as_mut().map(Into::into),
             scratch: (&mut lane).into(),

@@ -44,16 +44,19 @@ impl Op for Norm {
         let spec = warm.spec();
         let width = spec.width;
         let weight: Vec<f32> = (0..width).map(|i| 2.0 * eighths(i + 5)).collect();
+        let bias: Vec<f32> =
+            (0..if spec.bias { width } else { 0 }).map(|i| eighths(i + 9)).collect();
         let scales = [1.0, 1.0 / 1024.0, 0.0];
         for scales in scales.chunks(spec.max_rows) {
             let rows = scales.len();
             let x: Vec<f32> = (0..rows * width).map(|i| eighths(i) * scales[i / width]).collect();
-            let values = oracle(&spec, &x, &weight);
+            let values = oracle(&spec, &x, &weight, &bias);
             let needed = with_gaps(&values, (width, spec.out_stride()), f64::from(GAP));
 
             let x = with_gaps(&x, (width, spec.in_stride()), f32::NAN);
             let x = FloatProbe::new(warm, spec.input, &x)?;
             let weight = warm.probe::<f32>(&weight)?;
+            let bias = warm.probe::<f32>(&bias)?;
             let before = with_gaps(
                 &vec![bf16::NAN; rows * width],
                 (width, spec.out_stride()),
@@ -65,19 +68,23 @@ impl Op for Norm {
             warm.run(NormArgs {
                 x: x.input(),
                 weight: (&weight).into(),
+                bias: spec.bias.then(|| (&bias).into()),
                 y: spec.narrow.then(|| (&mut y).into()),
                 y_wide: spec.wide.then(|| (&mut y_wide).into()),
                 scratch: (&mut scratch).into(),
             })?;
             if spec.narrow {
                 let given: Vec<f64> = warm.read(&y)?.into_iter().map(f64::from).collect();
-                Warm::<Self, D>::expect(&needed, &given, same_bf16(1e-30))?;
+                // Where something is subtracted or added, the error of F32 terms that cancel.
+                let floor = if spec.center || spec.bias { 1e-5 } else { 1e-30 };
+                Warm::<Self, D>::expect(&needed, &given, same_bf16(floor))?;
             }
             if spec.wide {
                 let given: Vec<f64> = warm.read(&y_wide)?.into_iter().map(f64::from).collect();
                 // The F32 sum of many squares loses some units; a wrong epsilon or mean is far
                 // outside.
-                let close = |n: &f64, g: &f64| (n - g).abs() <= 1e-4 * n.abs();
+                let floor = if spec.center || spec.bias { 1e-5 } else { 0.0 };
+                let close = |n: &f64, g: &f64| (n - g).abs() <= 1e-4 * n.abs() + floor;
                 Warm::<Self, D>::expect(&values, &given, close)?;
             }
         }

@@ -14,6 +14,12 @@ pub struct NormFields {
     pub width: usize,
     /// Added to the mean square; above 0, so that a row of zeros gives zeros.
     pub eps: Scalar,
+    /// Whether the mean is subtracted first: layer normalisation.
+    #[serde(default)]
+    pub center: bool,
+    /// Whether a bias is added at the end.
+    #[serde(default)]
+    pub bias: bool,
     /// Row capacity.
     pub max_rows: usize,
     /// The dtype of `x`.
@@ -109,6 +115,7 @@ mod tests {
         let spec: NormSpec = serde_json::from_str(TEXT).unwrap();
         assert_eq!((spec.in_stride(), spec.out_stride()), (4, 4));
         assert_eq!((spec.narrow, spec.wide), (true, false));
+        assert_eq!((spec.center, spec.bias), (false, false));
         let again: NormSpec = serde_json::from_str(&serde_json::to_string(&spec).unwrap()).unwrap();
         assert_eq!(spec, again);
         assert!(serde_json::from_str::<NormSpec>(&TEXT.replace("eps", "epsilon")).is_err());

@@ -9,16 +9,17 @@ use crate::op::projection::strided_rows;
 use crate::{Error, Input, Output, Plan, Region, Scratch};
 
 /// The operands of one call. `R` rows are found from `y`: as many whole rows as end in it, the last
-/// one without the gap behind its last head. Where the rotated elements are not the first of their
-/// head, lend the part of the buffer that begins with them ([`Lease::part`](crate::Lease::part)).
+/// one without the gap behind its last head. Where the elements around the rotated ones are not
+/// copied either, lend the part of the buffer that begins with the rotated ones
+/// ([`Lease::part`](crate::Lease::part)).
 pub struct RotaryArgs<'a, D> {
-    /// `[R, heads, width]`, heads `in_stride` apart.
+    /// `[R, heads, head_width()]`, heads `in_stride` apart.
     pub x: FloatInput<'a, D>,
     /// `[R]`; any number.
     pub positions: Input<'a, i32, D>,
     /// F32 `[width / 2]`, radians a position.
     pub inv_freq: Input<'a, f32, D>,
-    /// BF16 `[R, heads, width]`, heads `out_stride` apart.
+    /// BF16 `[R, heads, head_width()]`, heads `out_stride` apart.
     pub y: Output<'a, bf16, D>,
     /// As the plan says.
     pub scratch: Scratch<'a, D>,
@@ -43,7 +44,7 @@ impl<'a, D> RotaryArgs<'a, D> {
         uses: &mut Uses<'a>,
     ) -> Result<RotaryRegions, Error> {
         let spec = plan.spec();
-        let (width, stride) = (spec.width, spec.out_stride());
+        let (width, stride) = (spec.head_width(), spec.out_stride());
         let row = (spec.heads * stride, stride - width);
         let rows = strided_rows("y", self.y.len(), row, spec.max_rows)?;
         let heads = rows * spec.heads;
@@ -52,7 +53,7 @@ impl<'a, D> RotaryArgs<'a, D> {
             rows,
             x: self.x.declare("x", (spec.input, x), uses)?,
             positions: uses.input("positions", self.positions, rows)?,
-            inv_freq: uses.input("inv_freq", self.inv_freq, width / 2)?,
+            inv_freq: uses.input("inv_freq", self.inv_freq, spec.width / 2)?,
             y: uses.output("y", self.y, strided_elements(heads, stride, width))?,
             scratch: uses.scratch(self.scratch, plan)?,
         })

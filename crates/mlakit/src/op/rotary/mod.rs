@@ -4,7 +4,8 @@
 //! of a row at position `p` turns by `angle = f32(p) * inv_freq[j]`, a product rounded to F32: with
 //! `c = attention_factor * cos(angle)` and `s = attention_factor * sin(angle)`, `(a, b)` becomes
 //! `(a c - b s, b c + a s)`. Style `pair` rotates `(x[2j], x[2j + 1])`, style `half` rotates
-//! `(x[j], x[j + width / 2])`; both write where they read. One rounding to BF16 at the end.
+//! `(x[j], x[j + width / 2])`; both write where they read. One rounding to BF16 at the end. Where
+//! a head has elements before or behind the rotated ones (`before`, `after`), these are copied.
 //!
 //! Any I32 is a position: a negative one turns backwards, a huge one needs a cosine that is right
 //! for huge angles.

@@ -5,7 +5,7 @@ use super::spec::RotarySpec;
 /// The operands on the host.
 #[derive(Clone, Copy, Debug)]
 pub struct RotaryCase<'a> {
-    /// `[R, heads, width]` without gaps.
+    /// `[R, heads, head_width()]` without gaps.
     pub x: &'a [f32],
     /// `[R]`.
     pub positions: &'a [i32],
@@ -13,13 +13,13 @@ pub struct RotaryCase<'a> {
     pub inv_freq: &'a [f32],
 }
 
-/// `[R, heads, width]` without gaps, before the rounding to BF16.
+/// `[R, heads, head_width()]` without gaps, before the rounding to BF16.
 pub fn oracle(spec: &RotarySpec, case: &RotaryCase<'_>) -> Vec<f64> {
     let factor = f64::from(spec.attention_factor.value());
     let mut y: Vec<f64> = case.x.iter().copied().map(f64::from).collect();
-    let rows = y.chunks_exact_mut(spec.heads * spec.width).zip(case.positions);
+    let rows = y.chunks_exact_mut(spec.heads * spec.head_width()).zip(case.positions);
     for (row, position) in rows {
-        for head in row.chunks_exact_mut(spec.width) {
+        for head in row.chunks_exact_mut(spec.head_width()) {
             for (j, inv_freq) in case.inv_freq.iter().enumerate() {
                 let angle = f64::from(*position as f32 * inv_freq);
                 let (c, s) = (angle.cos() * factor, angle.sin() * factor);
@@ -61,6 +61,27 @@ mod tests {
         same(&turn("half", &x, &[1], &frequencies), &[-6.0, -4.0, 2.0, -8.0]);
         same(&turn("pair", &x, &[-1], &frequencies), &[4.0, -2.0, -6.0, -8.0]);
         same(&turn("pair", &x, &[0], &frequencies), &[2.0, 4.0, 6.0, 8.0]);
+    }
+
+    #[test]
+    fn what_lies_around_the_rotated_part_stays() {
+        use std::f32::consts::FRAC_PI_2;
+        for (before, after) in [(1, 0), (0, 3), (2, 1)] {
+            let text = format!(
+                r#"{{"heads":2,"width":2,"style":"pair","input":"f32","max_rows":1,
+                "before":{before},"after":{after}}}"#
+            );
+            let spec: RotarySpec = serde_json::from_str(&text).unwrap();
+            let width = before + 2 + after;
+            let x: Vec<f32> = (0..2 * width).map(|i| i as f32).collect();
+            let case = RotaryCase { x: &x, positions: &[1], inv_freq: &[FRAC_PI_2] };
+            let mut needed: Vec<f64> = x.iter().copied().map(f64::from).collect();
+            for head in [0, width] {
+                let at = head + before;
+                (needed[at], needed[at + 1]) = (-needed[at + 1], needed[at]);
+            }
+            same(&oracle(&spec, &case), &needed);
+        }
     }
 
     /// Position 16777217 is no F32 number and becomes 16777216; the product is rounded once more.

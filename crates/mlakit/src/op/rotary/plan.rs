@@ -45,10 +45,10 @@ impl Op for Rotary {
     /// without the last gap.
     fn probe<'w, D: Runs<Self>>(warm: &mut Warm<'w, Self, D>) -> Result<(), Error> {
         let spec = warm.spec();
-        let width = spec.width;
+        let (width, rotated) = (spec.head_width(), spec.width);
         // Base 10000, as most models: from one radian a position down.
         let inv_freq: Vec<f32> =
-            (0..width / 2).map(|j| 10_000f32.powf(-2.0 * j as f32 / width as f32)).collect();
+            (0..rotated / 2).map(|j| 10_000f32.powf(-2.0 * j as f32 / rotated as f32)).collect();
         let on_device = warm.probe::<f32>(&inv_freq)?;
         for positions in POSITIONS.chunks(spec.max_rows) {
             let elements = positions.len() * spec.heads * width;

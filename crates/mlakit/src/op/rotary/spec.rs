@@ -29,12 +29,18 @@ pub struct RotaryFields {
     pub style: RotaryStyle,
     /// The dtype of `x`.
     pub input: Float,
-    /// From one head of `x` to the next, in elements; `width` if absent. What lies between is not
-    /// read.
+    /// Elements of a head before the rotated ones, which are copied.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub before: usize,
+    /// Elements of a head behind the rotated ones, which are copied.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub after: usize,
+    /// From one head of `x` to the next, in elements; `head_width()` if absent. What lies between is
+    /// not read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub in_stride: Option<usize>,
-    /// From one head of `y` to the next, in elements; `width` if absent. What lies between stays as
-    /// it is.
+    /// From one head of `y` to the next, in elements; `head_width()` if absent. What lies between
+    /// stays as it is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub out_stride: Option<usize>,
     /// Multiplies cosine and sine.
@@ -44,27 +50,36 @@ pub struct RotaryFields {
     pub max_rows: usize,
 }
 
+fn is_zero(number: &usize) -> bool {
+    *number == 0
+}
+
 checked_spec! {
     /// A rotary embedding that can exist.
     RotarySpec, RotaryFields, "RotaryFields"
 }
 
 impl RotaryFields {
+    /// Elements of a head, those included that are copied.
+    pub fn head_width(&self) -> usize {
+        self.before.saturating_add(self.width).saturating_add(self.after)
+    }
+
     /// From one head of `x` to the next, in elements.
     pub fn in_stride(&self) -> usize {
-        self.in_stride.unwrap_or(self.width)
+        self.in_stride.unwrap_or(self.head_width())
     }
 
     /// From one head of `y` to the next, in elements.
     pub fn out_stride(&self) -> usize {
-        self.out_stride.unwrap_or(self.width)
+        self.out_stride.unwrap_or(self.head_width())
     }
 
     /// The two elements of a head that pair `j` rotates.
     pub fn pair(&self, j: usize) -> (usize, usize) {
         match self.style {
-            RotaryStyle::Pair => (2 * j, 2 * j + 1),
-            RotaryStyle::Half => (j, j + self.width / 2),
+            RotaryStyle::Pair => (self.before + 2 * j, self.before + 2 * j + 1),
+            RotaryStyle::Half => (self.before + j, self.before + j + self.width / 2),
         }
     }
 
@@ -74,8 +89,10 @@ impl RotaryFields {
         if !self.width.is_multiple_of(2) {
             return Err(Error::contract("width", "an even number", self.width));
         }
-        within("in_stride", self.in_stride(), self.width, MAX_WIDTH)?;
-        within("out_stride", self.out_stride(), self.width, MAX_WIDTH)?;
+        within("before", self.before, 0, MAX_WIDTH)?;
+        within("after", self.after, 0, MAX_WIDTH)?;
+        within("in_stride", self.in_stride(), self.head_width(), MAX_WIDTH)?;
+        within("out_stride", self.out_stride(), self.head_width(), MAX_WIDTH)?;
         within("max_rows", self.max_rows, 1, MAX_ROWS)
     }
 }
@@ -101,6 +118,8 @@ mod tests {
         assert_eq!(refused(|f| f.width = 0), "width");
         assert_eq!(refused(|f| f.width = 5), "width");
         assert_eq!(refused(|f| f.in_stride = Some(3)), "in_stride");
+        assert_eq!(refused(|f| (f.before, f.in_stride) = (2, Some(5))), "in_stride");
+        assert_eq!(refused(|f| f.after = MAX_WIDTH + 1), "after");
         assert_eq!(refused(|f| f.out_stride = Some(MAX_WIDTH + 1)), "out_stride");
         assert_eq!(refused(|f| f.max_rows = 0), "max_rows");
     }

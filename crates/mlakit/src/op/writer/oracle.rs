@@ -7,9 +7,9 @@ use super::spec::WriterSpec;
 /// The operands on the host.
 #[derive(Clone, Copy, Debug)]
 pub struct WriterCase<'a> {
-    /// `[N, latent_width]`.
+    /// `[N, latent_width]`, or keys `[N, key_width]`.
     pub latent: &'a [bf16],
-    /// `[N, rope_width]`.
+    /// `[N, rope_width]`; empty where there is none.
     pub rope: &'a [bf16],
     /// `[M]`.
     pub slots: &'a [i64],
@@ -21,7 +21,8 @@ pub struct WriterCase<'a> {
 
 /// Writes into `cache`, all pages raw; returns how many slots were out of the pool. Of two tokens for one slot the later stays.
 pub fn oracle(spec: &WriterSpec, case: &WriterCase<'_>, cache: &mut [u8]) -> u32 {
-    let layout = spec.pages().record;
+    let (layout, planes) = (spec.pages().record, spec.pages().planes());
+    let [first, rope] = spec.widths();
     let pages = (cache.len() / case.page_stride_bytes) as u64;
     let mut skipped = 0;
     for (row, slot) in case.slots.iter().enumerate() {
@@ -31,11 +32,9 @@ pub fn oracle(spec: &WriterSpec, case: &WriterCase<'_>, cache: &mut [u8]) -> u32
             skipped += 1;
             continue;
         }
-        let latent = &case.latent[row * spec.latent_width..][..spec.latent_width];
-        let rope = &case.rope[row * spec.rope_width..][..spec.rope_width];
-        let values: Vec<bf16> = latent.iter().chain(rope).copied().collect();
-        let first = page as usize * case.page_stride_bytes + offset as usize * layout.bytes();
-        layout.encode(&mut cache[first..][..layout.bytes()], &values, case.kv_scale);
+        let values = [&case.latent[row * first..][..first], &case.rope[row * rope..][..rope]];
+        let page = &mut cache[page as usize * case.page_stride_bytes..];
+        planes.encode(layout, (page, offset as usize), values, case.kv_scale);
     }
     skipped
 }

@@ -2,7 +2,7 @@
 
 use half::bf16;
 
-use super::bind::{WriterArgs, WriterRegions};
+use super::bind::{WriterArgs, WriterInput, WriterRegions};
 use super::oracle::{WriterCase, oracle};
 use super::spec::WriterSpec;
 use crate::memory::Uses;
@@ -38,8 +38,9 @@ impl Op for Writer {
         let spec = warm.spec();
         let rows = spec.max_rows.min(4);
         let value = |i: usize| bf16::from_f32((i * 29 % 97) as f32 / 16.0 - 3.0);
-        let latent: Vec<bf16> = (0..rows * spec.latent_width).map(value).collect();
-        let rope: Vec<bf16> = (0..rows * spec.rope_width).map(|i| value(i + 7)).collect();
+        let [first, second] = spec.widths();
+        let latent: Vec<bf16> = (0..rows * first).map(value).collect();
+        let rope: Vec<bf16> = (0..rows * second).map(|i| value(i + 7)).collect();
         let size = spec.page_size as i64;
         // The end of the pool, one behind it, a padding row, the beginning.
         let slots = [2 * size - 1, 2 * size, -1, 0];
@@ -56,8 +57,12 @@ impl Op for Writer {
         let mut cache = warm.cache(spec.pages(), &cache)?;
         let mut scratch = warm.scratch()?;
         warm.run(WriterArgs {
-            latent: (&latent).into(),
-            rope: (spec.rope_width > 0).then(|| (&rope).into()),
+            tokens: if spec.record.is_index() {
+                WriterInput::Key((&latent).into())
+            } else {
+                let rope = (second > 0).then(|| (&rope).into());
+                WriterInput::Latent { latent: (&latent).into(), rope }
+            },
             slots: (&slots).into(),
             cache: (&mut cache).into(),
             kv_scale: spec.record.is_scaled().then(|| (&scale).into()),
