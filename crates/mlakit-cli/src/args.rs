@@ -210,6 +210,9 @@ pub struct PlanArgs {
     /// The record format of the cache [default: bf16]
     #[arg(long, value_name = "FORMAT", conflicts_with = "op", value_parser = record)]
     pub record: Option<RecordFormat>,
+    /// The record format of the index keys [default: index_bf16_256]
+    #[arg(long, value_name = "FORMAT", conflicts_with = "op", value_parser = index_record)]
+    pub index_record: Option<RecordFormat>,
     /// Tokens of a page: 1 or a multiple of 16 [default: 64]
     #[arg(long, value_name = "N", conflicts_with = "op", value_parser = page_size)]
     pub page_size: Option<usize>,
@@ -322,6 +325,9 @@ pub struct RunArgs {
     /// The record format of the cache
     #[arg(long, value_name = "FORMAT", default_value = "bf16", value_parser = record)]
     pub record: RecordFormat,
+    /// The record format of the index keys
+    #[arg(long, value_name = "FORMAT", default_value = "index_bf16_256", value_parser = index_record)]
+    pub index_record: RecordFormat,
     /// The dtype of split results [bf16, f32]
     #[arg(long, value_name = "DTYPE", default_value = "bf16", value_parser = partial)]
     pub partial: Partial,
@@ -358,12 +364,12 @@ pub struct LayerArgs {
     #[arg(long, value_name = "FORMAT", default_value = "bf16", value_parser = record)]
     pub record: RecordFormat,
     /// The record format of the index keys
-    #[arg(long, value_name = "FORMAT")]
-    pub index_record: Option<String>,
+    #[arg(long, value_name = "FORMAT", default_value = "index_bf16_256", value_parser = index_record)]
+    pub index_record: RecordFormat,
     /// The dtype of split results [bf16, f32]
     #[arg(long, value_name = "DTYPE", default_value = "bf16", value_parser = partial)]
     pub partial: Partial,
-    /// The oracle in f64, which rounds nothing but an e4m3 cache, or the device's kernels
+    /// The oracle in f64, which rounds nothing but what caches other than bf16 hold, or the device's kernels
     #[arg(long, value_enum, default_value = "bf16")]
     pub precision: Precision,
     /// The device.
@@ -382,6 +388,9 @@ pub struct EvalArgs {
     /// The record format of the cache
     #[arg(long, value_name = "FORMAT", default_value = "bf16", value_parser = record)]
     pub record: RecordFormat,
+    /// The record format of the index keys
+    #[arg(long, value_name = "FORMAT", default_value = "index_bf16_256", value_parser = index_record)]
+    pub index_record: RecordFormat,
     /// Only this many tokens of the text
     #[arg(long, value_name = "N", value_parser = whole::<1, { 1 << 30 }>)]
     pub tokens: Option<usize>,
@@ -453,6 +462,17 @@ fn record(name: &str) -> Result<RecordFormat, String> {
     match RecordFormat::parse(name) {
         Ok(format) if format.is_index() => Err(format!("{name} is the format of an index key")),
         found => found.map_err(|error| error.to_string()),
+    }
+}
+
+fn index_record(name: &str) -> Result<RecordFormat, String> {
+    match RecordFormat::parse(name) {
+        Ok(format) if format.is_index() => Ok(format),
+        _ => {
+            let formats = RecordFormat::ALL.into_iter().filter(|format| format.is_index());
+            let names: Vec<_> = formats.map(RecordFormat::name).collect();
+            Err(format!("needed one of {}", names.join(", ")))
+        }
     }
 }
 

@@ -105,6 +105,15 @@ pub enum CheckpointError {
         /// A tensor that only such a layer has.
         tensor: String,
     },
+    /// A layer without latent attention.
+    #[error(
+        "layer {layer}: needed a layer of latent attention, and the configuration says that it has \
+         linear attention"
+    )]
+    OtherAttention {
+        /// The layer.
+        layer: usize,
+    },
     /// A tensor that the configuration needs is not there.
     #[error("tensor `{tensor}`: needed {needed}, and the checkpoint has no such tensor")]
     MissingTensor {
@@ -219,20 +228,22 @@ pub enum InputError {
         /// The number of layers.
         layers: usize,
     },
-    /// A sparse layer sees more keys than it selects and no selection was given.
+    /// A layer that attends to another layer's selection, and no selection was given.
     #[error(
-        "layer {layer} selects {index_topk} keys a row and row {row} sees {visible}: needed its \
-         selection, or dense attention"
+        "a layer that shares the selection of the last layer with an indexer: needed that \
+         selection, or dense attention, given neither"
     )]
-    Selection {
-        /// The layer.
-        layer: usize,
-        /// Keys that the layer's indexer selects.
-        index_topk: usize,
-        /// The first row that sees more.
-        row: usize,
-        /// The keys that it sees.
-        visible: usize,
+    SharedSelection,
+    /// A model of which only the layers of latent attention are run.
+    #[error(
+        "a model of type {model_type} is not run as a whole: {because}; run its layers of latent \
+         attention alone"
+    )]
+    LayersOnly {
+        /// `model_type` of the configuration.
+        model_type: &'static str,
+        /// Why.
+        because: &'static str,
     },
     /// The checkpoint has no output head and its embeddings are not tied.
     #[error("the checkpoint holds no lm_head.weight and tie_word_embeddings is false")]

@@ -33,8 +33,8 @@ pub use config::{AttentionConfig, LayerConfig, MlpConfig, ModelConfig};
 pub use error::{CheckpointError, ConfigError, Error, InputError, TokenizerError};
 pub use folder::{EmbeddedFiles, ModelFolder};
 pub use reference::{
-    AttentionOutput, AttentionReference, Form, Forward, ForwardOptions, LatentCache, LayerTrace,
-    Reference, Selection, Sequence, SequenceCache,
+    AttentionOutput, AttentionReference, Form, Forward, ForwardOptions, Keys, LatentCache,
+    LayerTrace, Reference, Selected, Selection, Sequence, SequenceCache,
 };
 pub use rope::RopeTable;
 pub use tokenizer::{TextStream, TextTokenizer};

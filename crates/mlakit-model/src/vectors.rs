@@ -10,8 +10,8 @@ use serde_json::{Map, Value};
 use crate::checkpoint::Checkpoint;
 use crate::config::fields::Fields;
 use crate::config::{
-    AttentionConfig, GateKind, IndexerConfig, MAX_COUNT, MAX_HEAD_WIDTH, QueryRank, Rotary,
-    parse_object, rope_parameters,
+    AttentionConfig, GateKind, IndexPool, IndexerConfig, LayerIndexer, MAX_COUNT, MAX_HEAD_WIDTH,
+    QueryRank, Rotary, parse_object, rope_parameters,
 };
 use crate::error::{CheckpointError, ConfigError, Error};
 use crate::procedural::{Kind, values};
@@ -185,7 +185,7 @@ impl VectorConfig {
 /// An attention layer as the vectors describe it. A key that is not known is refused: it would name
 /// a part of the layer that is not computed.
 fn attention(fields: Fields<'_>) -> Result<AttentionConfig, ConfigError> {
-    const KNOWN: [&str; 22] = [
+    const KNOWN: [&str; 24] = [
         "family",
         "heads",
         "nope",
@@ -208,6 +208,8 @@ fn attention(fields: Fields<'_>) -> Result<AttentionConfig, ConfigError> {
         "idx_rope_at",
         "idx_rope_dim",
         "idx_rope_style",
+        "index_kpool",
+        "always_tail",
     ];
     if let Some(key) = fields.keys().find(|key| !KNOWN.contains(key)) {
         return Err(fields.unsupported(key, KNOWN.join(", ")));
@@ -255,22 +257,31 @@ fn rope(fields: Fields<'_>) -> Result<crate::rope::RopeParameters, ConfigError> 
     rope_parameters(Fields::new(&outer, &fields.name("rope")))
 }
 
-fn indexer(fields: Fields<'_>) -> Result<Option<IndexerConfig>, ConfigError> {
-    match fields.text("indexer")? {
+fn indexer(fields: Fields<'_>) -> Result<Option<LayerIndexer>, ConfigError> {
+    let pooled = match fields.text("indexer")? {
         None => return Ok(None),
-        Some("full") => {}
-        Some(_) => return Err(fields.unsupported("indexer", "full")),
-    }
+        Some("shared") => return Ok(Some(LayerIndexer::Shared)),
+        Some("full") => false,
+        Some("kpool") => true,
+        Some(_) => return Err(fields.unsupported("indexer", "full, shared, kpool")),
+    };
     if fields.text("idx_rope_at")? != Some("head") {
         return Err(fields.unsupported("idx_rope_at", "head"));
     }
-    Ok(Some(IndexerConfig {
+    let pool = || -> Result<IndexPool, ConfigError> {
+        Ok(IndexPool {
+            size: fields.size("index_kpool", 2, MAX_HEAD_WIDTH)?,
+            always_tail: fields.flag("always_tail", true)?,
+        })
+    };
+    Ok(Some(LayerIndexer::Own(IndexerConfig {
         heads: fields.size("index_n_heads", 1, MAX_HEAD_WIDTH)?,
         head_dim: fields.size("index_head_dim", 1, MAX_HEAD_WIDTH)?,
         topk: fields.size("index_topk", 1, MAX_COUNT)?,
         rotary: rotary(fields, "idx_rope_style")?,
         key_norm_eps: fields.number("idx_ln_eps", 0.0)?,
-    }))
+        pool: pooled.then(pool).transpose()?,
+    })))
 }
 
 fn rotary(fields: Fields<'_>, key: &str) -> Result<Rotary, ConfigError> {

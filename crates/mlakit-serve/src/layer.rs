@@ -3,139 +3,57 @@
 use std::sync::Arc;
 
 use half::bf16;
-use mlakit::op::dense::{Dense, DenseArgs, DenseFields, DenseSpec, QueryDtype, QueryInput};
+use mlakit::op::activation::{Activation, ActivationArgs};
+use mlakit::op::dense::{Dense, DenseArgs, QueryInput};
+use mlakit::op::indexer::Indexer;
 use mlakit::op::layer::{Float, FloatInput, FloatOutput};
-use mlakit::op::linear::{Linear, LinearArgs, LinearFields, LinearSpec};
-use mlakit::op::merge::{LseOutput, Partial};
-use mlakit::op::norm::{Norm, NormArgs, NormFields, NormSpec};
-use mlakit::op::projection::{Projection, ProjectionArgs, ProjectionFields, ProjectionSpec};
-use mlakit::op::rotary::{Rotary, RotaryArgs, RotaryFields, RotarySpec, RotaryStyle};
-use mlakit::op::spec::Scalar;
-use mlakit::op::writer::{Writer, WriterArgs, WriterFields, WriterInput, WriterSpec};
-use mlakit::paging::CacheMut;
-use mlakit::splits::{Budget, Splits};
-use mlakit::{
-    Buffer, Cache, Device, Error, Input, Lane, LseBase, Op, Output, PageGeometry, Plan, Prepared,
-    RecordFormat, RecordLayout, Runner, Runs,
-};
+use mlakit::op::linear::{Linear, LinearArgs};
+use mlakit::op::merge::LseOutput;
+use mlakit::op::norm::{Norm, NormArgs};
+use mlakit::op::pool::Pool;
+use mlakit::op::projection::{Projection, ProjectionArgs};
+use mlakit::op::rotary::{Rotary, RotaryArgs};
+use mlakit::op::selection::Selection;
+use mlakit::op::sparse::{self, SelectionInput, Sparse, SparseArgs};
+use mlakit::op::writer::{Writer, WriterArgs, WriterInput};
+use mlakit::{Buffer, Cache, Device, Error, Input, Lane, Op, Output, Plan, Prepared, Runner, Runs};
 
 use crate::absorbed::AbsorbedProjection;
+use crate::indexer::{IndexStep, IndexWeights, LayerIndexer};
+use crate::preparing::{Direction, Gate, Preparing, Which};
+use crate::spec::{KeyRule, LayerSpec};
+use crate::step::{IndexCache, LayerCache, StepInputs};
 use crate::workspace::{Tensors, Workspace};
 
-/// A device that runs every operation of a layer.
+/// A device that runs every operation of a layer. One that has no kernels for some of them refuses the layers that need them.
 pub trait MlaDevice:
-    Runs<Dense> + Runs<Linear> + Runs<Norm> + Runs<Projection> + Runs<Rotary> + Runs<Writer>
+    Runs<Activation>
+    + Runs<Dense>
+    + Runs<Indexer>
+    + Runs<Linear>
+    + Runs<Norm>
+    + Runs<Pool>
+    + Runs<Projection>
+    + Runs<Rotary>
+    + Runs<Selection>
+    + Runs<Sparse>
+    + Runs<Writer>
 {
 }
 
 impl<D> MlaDevice for D where
-    D: Runs<Dense> + Runs<Linear> + Runs<Norm> + Runs<Projection> + Runs<Rotary> + Runs<Writer>
+    D: Runs<Activation>
+        + Runs<Dense>
+        + Runs<Indexer>
+        + Runs<Linear>
+        + Runs<Norm>
+        + Runs<Pool>
+        + Runs<Projection>
+        + Runs<Rotary>
+        + Runs<Selection>
+        + Runs<Sparse>
+        + Runs<Writer>
 {
-}
-
-/// What a layer of latent attention is. Widths in elements.
-#[derive(Clone, Debug, PartialEq)]
-pub struct LayerSpec {
-    /// Width of the hidden state.
-    pub hidden: usize,
-    /// Query heads.
-    pub heads: usize,
-    /// The part of a query head without position.
-    pub nope: usize,
-    /// The part with position, which the key shares; 0 where there is none.
-    pub rope: usize,
-    /// A value head.
-    pub value: usize,
-    /// The cached latent.
-    pub rank: usize,
-    /// The query's latent, if it has one.
-    pub query_rank: Option<usize>,
-    /// Epsilon of the query latent's norm.
-    pub query_eps: f32,
-    /// Epsilon of the cached latent's norm.
-    pub kv_eps: f32,
-    /// Multiplies the scores.
-    pub softmax_scale: f32,
-    /// How the rope part rotates; `None` leaves it as it is.
-    pub rotary: Option<RotaryStyle>,
-    /// Multiplies cosine and sine.
-    pub attention_factor: f32,
-    /// The newest keys that a row sees, if not all.
-    pub window: Option<usize>,
-    /// How the cache stores a token, and the choices that a deployment makes.
-    pub cache: CacheSpec,
-    /// How much there may be of what.
-    pub capacity: Capacity,
-}
-
-/// How the cache stores a token, and how attention over it is divided.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct CacheSpec {
-    /// The record format.
-    pub record: RecordFormat,
-    /// Tokens of a page.
-    pub page_size: usize,
-    /// The dtype in which split results are stored.
-    pub partial: Partial,
-    /// How a row's keys are divided.
-    pub splits: Splits,
-}
-
-/// How much there may be of what.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Capacity {
-    /// Rows of one step.
-    pub rows: usize,
-    /// Requests of one step.
-    pub batch: usize,
-    /// Cached tokens of a request.
-    pub kv_tokens: usize,
-    /// Page table width.
-    pub table_width: usize,
-}
-
-impl LayerSpec {
-    /// Elements of a cached token.
-    pub fn cache_width(&self) -> usize {
-        self.rank + self.rope
-    }
-
-    /// Elements of the fused projection of the hidden state: query latent, if there is one, cached latent, rope key.
-    pub fn down_width(&self) -> usize {
-        self.query_rank.unwrap_or(0) + self.cache_width()
-    }
-
-    /// The bytes of a token and the size of a page.
-    pub fn pages(&self) -> PageGeometry {
-        let record = RecordLayout::of(self.cache.record, self.rank, self.rope);
-        PageGeometry { record, page_size: self.cache.page_size }
-    }
-
-    /// The attention at a row capacity.
-    pub fn dense(&self, rows: usize) -> Result<DenseSpec, Error> {
-        DenseSpec::new(DenseFields {
-            heads: self.heads,
-            qk_width: self.cache_width(),
-            value_width: self.rank,
-            record: self.cache.record,
-            record_width: None,
-            page_size: self.cache.page_size,
-            softmax_scale: Scalar::try_from(self.softmax_scale)?,
-            lse: LseBase::Natural,
-            sink_in_lse: false,
-            query: QueryDtype::Bf16,
-            quantize_query: false,
-            partial: self.cache.partial,
-            splits: self.cache.splits,
-            budget: Budget::default(),
-            window: self.window,
-            row_lengths: false,
-            max_rows: rows,
-            max_batch: self.capacity.batch.min(rows),
-            max_kv_tokens: self.capacity.kv_tokens,
-            max_table_width: self.capacity.table_width,
-        })
-    }
 }
 
 /// The weights of a layer, on the device.
@@ -158,46 +76,10 @@ pub struct LayerWeights<D: Device> {
     pub output_bias: Option<Buffer<f32, D>>,
     /// F32 `[rope / 2]`, where the rope part rotates; shared by all layers.
     pub inv_freq: Option<Arc<Buffer<f32, D>>>,
-}
-
-/// What changes from step to step, and where it lies.
-pub struct StepInputs<D> {
-    /// F32 `[rows, hidden]`, normalised.
-    pub hidden: Input<'static, f32, D>,
-    /// `[rows]`: rotary positions.
-    pub positions: Input<'static, i32, D>,
-    /// `[rows]`: where each row's record goes.
-    pub slots: Input<'static, i64, D>,
-    /// `[batch, width]`.
-    pub page_table: Input<'static, i32, D>,
-    /// `[batch]`, this step's tokens included.
-    pub kv_lens: Input<'static, i32, D>,
-    /// `[batch + 1]`.
-    pub q_offsets: Input<'static, i32, D>,
-    /// `[1]`, where the record is scaled.
-    pub kv_scale: Option<Input<'static, f32, D>>,
-}
-
-impl<D> Clone for StepInputs<D> {
-    fn clone(&self) -> Self {
-        Self {
-            hidden: self.hidden.clone(),
-            positions: self.positions.clone(),
-            slots: self.slots.clone(),
-            page_table: self.page_table.clone(),
-            kv_lens: self.kv_lens.clone(),
-            q_offsets: self.q_offsets.clone(),
-            kv_scale: self.kv_scale.clone(),
-        }
-    }
-}
-
-/// The cache of one layer, as the operations of a step take it: bound, or whatever a graph's view will be bound to.
-pub struct LayerCache<D> {
-    /// For attention.
-    pub read: Cache<'static, D>,
-    /// For the writer.
-    pub write: CacheMut<'static, D>,
+    /// BF16 `[heads * value / gate span, hidden]`, where there is a gate.
+    pub gate: Option<Buffer<bf16, D>>,
+    /// Of the layer's own indexer.
+    pub indexer: Option<IndexWeights<D>>,
 }
 
 /// A layer: prepared operations and weights. It holds no cache, so it may exist before a pool does and outlive several.
@@ -212,9 +94,13 @@ pub struct MlaLayer<D: MlaDevice> {
     query_rotary: Option<Prepared<Rotary, D>>,
     writer: Prepared<Writer, D>,
     absorb: Prepared<Projection, D>,
-    /// By row capacity, ascending.
+    indexer: Option<LayerIndexer<D>>,
+    /// By row capacity, ascending. Of a sparse layer: for steps in which every key is selected, if any.
     dense: Vec<Prepared<Dense, D>>,
+    /// Likewise; none where rows attend to all keys.
+    sparse: Vec<Prepared<Sparse, D>>,
     lift: Prepared<Projection, D>,
+    gate: Option<Gate<D>>,
     output: Prepared<Linear, D>,
 }
 
@@ -227,7 +113,7 @@ impl<D: MlaDevice> MlaLayer<D> {
     pub fn new(
         device: &D,
         spec: LayerSpec,
-        weights: LayerWeights<D>,
+        mut weights: LayerWeights<D>,
         row_capacities: &[usize],
     ) -> Result<Self, Error> {
         let ops = Preparing { device, spec: &spec };
@@ -235,7 +121,25 @@ impl<D: MlaDevice> MlaLayer<D> {
         capacities.push(spec.capacity.rows);
         capacities.sort_unstable();
         capacities.dedup();
-        let dense = |rows: usize| prepare(device, spec.dense(rows)?);
+        let (mut dense, mut sparse) = (Vec::new(), Vec::new());
+        for rows in capacities {
+            let selected = spec.sparse(rows)?;
+            if selected.is_none() || spec.dense_rows == Some(rows) {
+                dense.push(prepare(device, spec.dense(rows)?)?);
+            }
+            if let Some(selected) = selected {
+                sparse.push(prepare(device, selected)?);
+            }
+        }
+        let indexer = match (spec.keys, weights.indexer.take()) {
+            (KeyRule::Indexed(index), Some(weights)) => {
+                Some(LayerIndexer::new(device, &spec, index, weights)?)
+            }
+            (KeyRule::Indexed(_), None) => {
+                return Err(Error::contract("weights", "those of the indexer", "none"));
+            }
+            (KeyRule::All | KeyRule::Listed { .. }, _) => None,
+        };
         let (heads, hidden) = (spec.heads, spec.hidden);
         let query_in = spec.query_rank.unwrap_or(hidden);
         let query_width = heads * (spec.nope + spec.rope);
@@ -252,8 +156,11 @@ impl<D: MlaDevice> MlaLayer<D> {
             query_rotary: ops.rotary(Which::Query)?,
             writer: ops.writer()?,
             absorb: ops.projection(Direction::Absorb)?,
-            dense: capacities.into_iter().map(dense).collect::<Result<_, _>>()?,
+            indexer,
+            dense,
+            sparse,
             lift: ops.projection(Direction::Lift)?,
+            gate: ops.gate()?,
             output: ops.output(output_bias)?,
             weights,
             spec,
@@ -262,8 +169,8 @@ impl<D: MlaDevice> MlaLayer<D> {
 
     /// One layer, one step: `out` (F32 `[rows, hidden]`) gains the attention's result.
     ///
-    /// hidden -> latent and query projections -> rotary -> this step's records into the pool -> absorbed query -> attention over pages ->
-    /// values -> output projection.
+    /// hidden -> latent and query projections -> rotary -> this step's records into the pool -> (sparse layers) index keys, selection ->
+    /// absorbed query -> attention over pages -> values -> output projection.
     ///
     /// # Errors
     /// As each operation's `bind` and `run`.
@@ -275,8 +182,7 @@ impl<D: MlaDevice> MlaLayer<D> {
         (work, lane): (&Workspace<D>, &Lane<D>),
         out: Output<'static, f32, D>,
     ) -> Result<(), Error> {
-        let rows = inputs.positions.len();
-        let t = work.rows(rows)?;
+        let t = work.rows(inputs.positions.len())?;
         self.project(runner, &inputs, &t, lane)?;
         self.rotate_key(runner, &inputs, &t, lane)?;
         let write = WriterArgs {
@@ -284,28 +190,131 @@ impl<D: MlaDevice> MlaLayer<D> {
                 latent: (&t.latent).into(),
                 rope: (self.spec.rope > 0).then(|| (&t.rope).into()),
             },
-            slots: inputs.slots,
+            slots: inputs.slots.clone(),
             cache: cache.write,
             kv_scale: inputs.kv_scale.clone(),
             scratch: lane.lease(),
         };
         self.writer.bind(write)?.run(runner)?;
+        let all = inputs.keys.all_selected && !self.dense.is_empty() || self.sparse.is_empty();
+        self.index(runner, (&inputs, cache.index), (&t, !all), lane)?;
         self.absorb_query(runner, &inputs.positions, &t, lane)?;
-        let attend = DenseArgs {
+        if all {
+            self.attend(runner, (&inputs, cache.read), &t, lane)?;
+        } else {
+            self.attend_selected(runner, (&inputs, cache.read), &t, lane)?;
+        }
+        self.lift_values(runner, &inputs, &t, lane, out)
+    }
+
+    /// Index keys of this step's tokens, and the selection of its rows, if it `selects`.
+    fn index<R: Runner<'static, D>>(
+        &self,
+        runner: &mut R,
+        (inputs, cache): (&StepInputs<D>, Option<IndexCache<D>>),
+        (t, selects): (&Tensors<D>, bool),
+        lane: &Lane<D>,
+    ) -> Result<(), Error> {
+        let Some(indexer) = &self.indexer else { return Ok(()) };
+        let absent = |what| Error::contract(what, "one for a layer with an indexer", "none");
+        let cache = cache.ok_or_else(|| absent("index cache"))?;
+        let query = match self.spec.query_rank {
+            Some(_) => (&t.query_latent).into(),
+            None => inputs.hidden.clone(),
+        };
+        let step = IndexStep {
+            inputs,
+            query,
+            keys: cache.read,
+            ring: cache.ring,
+            inv_freq: self.weights.inv_freq.as_ref().map(|tensor| (&tensor.lease()).into()),
+            tensors: t.selection.as_ref().ok_or_else(|| absent("selection"))?,
+        };
+        indexer.write_keys(runner, (&step, cache.write), lane)?;
+        if selects { indexer.select(runner, step, lane) } else { Ok(()) }
+    }
+
+    /// Attention to every key.
+    fn attend<R: Runner<'static, D>>(
+        &self,
+        runner: &mut R,
+        (inputs, cache): (&StepInputs<D>, Cache<'static, D>),
+        t: &Tensors<D>,
+        lane: &Lane<D>,
+    ) -> Result<(), Error> {
+        let args = DenseArgs {
             q: QueryInput::Bf16((&t.query).into()),
-            cache: cache.read,
-            page_table: inputs.page_table,
-            kv_lens: inputs.kv_lens,
-            q_offsets: inputs.q_offsets,
+            cache,
+            page_table: inputs.page_table.clone(),
+            kv_lens: inputs.kv_lens.clone(),
+            q_offsets: inputs.q_offsets.clone(),
             row_kv_lens: None,
-            kv_scale: inputs.kv_scale,
+            kv_scale: inputs.kv_scale.clone(),
             q_scale: None,
             out: (&t.attended).into(),
             lse: LseOutput::Natural((&t.lse).into()),
             scratch: lane.lease(),
         };
-        self.attention(rows)?.bind(attend)?.run(runner)?;
-        self.lift_values(runner, &t, lane, out)
+        self.attention(inputs.positions.len())?.bind(args)?.run(runner).map(drop)
+    }
+
+    /// Attention to the selected keys.
+    fn attend_selected<R: Runner<'static, D>>(
+        &self,
+        runner: &mut R,
+        (inputs, cache): (&StepInputs<D>, Cache<'static, D>),
+        t: &Tensors<D>,
+        lane: &Lane<D>,
+    ) -> Result<(), Error> {
+        let args = SparseArgs {
+            q: QueryInput::Bf16((&t.query).into()),
+            cache,
+            selection: self.selected(inputs, t)?,
+            extra: None,
+            sink: None,
+            kv_scale: inputs.kv_scale.clone(),
+            q_scale: None,
+            out: (&t.attended).into(),
+            lse: LseOutput::Natural((&t.lse).into()),
+            scratch: lane.lease(),
+        };
+        let rows = inputs.positions.len();
+        fitting(&self.sparse, rows, |sparse| sparse.plan().spec().max_rows)?
+            .bind(args)?
+            .run(runner)
+            .map(drop)
+    }
+
+    /// The keys of each row: a list from outside, else what the last indexer selected.
+    fn selected(
+        &self,
+        inputs: &StepInputs<D>,
+        t: &Tensors<D>,
+    ) -> Result<SelectionInput<'static, D>, Error> {
+        let absent = || Error::contract("selection", "one for a sparse layer", "none");
+        let positions = |positions, counts| -> Result<_, Error> {
+            Ok(SelectionInput::Positions {
+                positions,
+                counts,
+                request: inputs.request()?,
+                page_table: inputs.page_table.clone(),
+                table_width: inputs.table_width(),
+            })
+        };
+        if let (KeyRule::Listed { .. }, Some(listed)) = (self.spec.keys, &inputs.keys.listed) {
+            return positions(listed.positions.clone(), listed.counts.clone());
+        }
+        let set = t.selection.as_ref().ok_or_else(absent)?;
+        match self.spec.keys.selected().map(|(_, entries)| entries) {
+            Some(sparse::Selection::Positions) => {
+                positions((&set.positions).into(), (&set.counts).into())
+            }
+            Some(sparse::Selection::Slots) => Ok(SelectionInput::Slots {
+                slots: (&set.slots).into(),
+                counts: (&set.slot_counts).into(),
+            }),
+            None => Err(absent()),
+        }
     }
 
     /// The hidden state's projections: `t.down`, the query heads `t.q`, and the normalised latent `t.latent`.
@@ -411,10 +420,11 @@ impl<D: MlaDevice> MlaLayer<D> {
         rotary.bind(args)?.run(runner).map(drop)
     }
 
-    /// Latent results to values, and their projection into `out`.
+    /// Latent results to values, gated where there is a gate, and their projection into `out`.
     fn lift_values<R: Runner<'static, D>>(
         &self,
         runner: &mut R,
+        inputs: &StepInputs<D>,
         t: &Tensors<D>,
         lane: &Lane<D>,
         out: Output<'static, f32, D>,
@@ -426,9 +436,14 @@ impl<D: MlaDevice> MlaLayer<D> {
             scratch: lane.lease(),
         };
         self.lift.bind(args)?.run(runner)?;
+        let mut values = &t.values;
+        if let (Some(gate), Some(weight)) = (&self.gate, &self.weights.gate) {
+            gate_values(runner, (gate, weight), (inputs, t), lane)?;
+            values = &t.gated;
+        }
         let bias = self.weights.output_bias.as_ref();
         let args = LinearArgs {
-            x: FloatInput::F32((&t.values).into()),
+            x: FloatInput::F32(values.into()),
             weight: (&self.weights.output.lease()).into(),
             bias: bias.map(|bias| (&bias.lease()).into()),
             ids: None,
@@ -449,14 +464,17 @@ impl<D: MlaDevice> MlaLayer<D> {
         &mut self.weights
     }
 
-    /// The attention that runs this many rows.
+    /// The attention over all keys that runs this many rows.
     ///
     /// # Errors
     /// More rows than the `Spec` has capacity for.
     pub fn attention(&self, rows: usize) -> Result<&Prepared<Dense, D>, Error> {
-        let fits = self.dense.iter().find(|dense| dense.plan().spec().max_rows >= rows);
-        let needed = || format!("at most {}", self.spec.capacity.rows);
-        fits.ok_or_else(|| Error::contract("rows", needed(), rows))
+        fitting(&self.dense, rows, |dense| dense.plan().spec().max_rows)
+    }
+
+    /// The layer's own indexer.
+    pub fn indexer(&self) -> Option<&LayerIndexer<D>> {
+        self.indexer.as_ref()
     }
 
     /// The scratch of each operation, for the size of a lane.
@@ -464,7 +482,14 @@ impl<D: MlaDevice> MlaLayer<D> {
         let dense = self.dense.iter().map(|dense| dense.plan().scratch_bytes());
         let norms = self.query_norm.iter().chain([&self.kv_norm]);
         let rotaries = self.key_rotary.iter().chain(&self.query_rotary);
+        let sparse = self.sparse.iter().map(|sparse| sparse.plan().scratch_bytes());
+        let gate = self.gate.iter().flat_map(|gate| {
+            [gate.project.plan().scratch_bytes(), gate.apply.plan().scratch_bytes()]
+        });
         dense
+            .chain(sparse)
+            .chain(gate)
+            .chain(self.indexer.iter().map(LayerIndexer::scratch_bytes))
             .chain(norms.map(|norm| norm.plan().scratch_bytes()))
             .chain(rotaries.map(|rotary| rotary.plan().scratch_bytes()))
             .chain([&self.down, &self.query, &self.output].map(|l| l.plan().scratch_bytes()))
@@ -481,138 +506,43 @@ impl<D: MlaDevice> MlaLayer<D> {
     }
 }
 
+/// The first of several, ascending by row capacity, that has room for so many rows.
+fn fitting<T>(all: &[T], rows: usize, capacity: impl Fn(&T) -> usize) -> Result<&T, Error> {
+    let most = all.last().map_or(0, &capacity);
+    let fits = all.iter().find(|one| capacity(one) >= rows);
+    fits.ok_or_else(|| Error::contract("rows", format!("at most {most}"), rows))
+}
+
+/// `t.gated`: the values, each times the sigmoid of its gate.
+fn gate_values<D: MlaDevice, R: Runner<'static, D>>(
+    runner: &mut R,
+    (gate, weight): (&Gate<D>, &Buffer<bf16, D>),
+    (inputs, t): (&StepInputs<D>, &Tensors<D>),
+    lane: &Lane<D>,
+) -> Result<(), Error> {
+    let project = LinearArgs {
+        x: FloatInput::F32(inputs.hidden.clone()),
+        weight: (&weight.lease()).into(),
+        bias: None,
+        ids: None,
+        gates: None,
+        y: FloatOutput::F32((&t.gates).into()),
+        scratch: lane.lease(),
+    };
+    gate.project.bind(project)?.run(runner)?;
+    let apply = ActivationArgs {
+        x: FloatInput::F32((&t.values).into()),
+        gate: Some(FloatInput::F32((&t.gates).into())),
+        y: FloatOutput::F32((&t.gated).into()),
+        scratch: lane.lease(),
+    };
+    gate.apply.bind(apply)?.run(runner).map(drop)
+}
+
 /// Plans an operation for a device and prepares it.
 ///
 /// # Errors
 /// What the device refuses, and what fails in preparation.
 pub fn prepare<O: Op, D: Runs<O>>(device: &D, spec: O::Spec) -> Result<Prepared<O, D>, Error> {
     Plan::<O>::for_device::<D>(&spec, device.facts())?.prepare(device)
-}
-
-enum Which {
-    Key,
-    Query,
-}
-
-enum Direction {
-    Absorb,
-    Lift,
-}
-
-struct Preparing<'p, D> {
-    device: &'p D,
-    spec: &'p LayerSpec,
-}
-
-impl<D: MlaDevice> Preparing<'_, D> {
-    fn linear(
-        &self,
-        (in_width, out_width): (usize, usize),
-        (input, output): (Float, Float),
-        bias: bool,
-    ) -> Result<Prepared<Linear, D>, Error> {
-        let fields = LinearFields {
-            in_width,
-            out_width,
-            max_rows: self.spec.capacity.rows,
-            input,
-            output,
-            accumulate: false,
-            bias,
-            experts: None,
-        };
-        prepare(self.device, LinearSpec::new(fields)?)
-    }
-
-    fn output(&self, bias: bool) -> Result<Prepared<Linear, D>, Error> {
-        let fields = LinearFields {
-            in_width: self.spec.heads * self.spec.value,
-            out_width: self.spec.hidden,
-            max_rows: self.spec.capacity.rows,
-            input: Float::F32,
-            output: Float::F32,
-            accumulate: true,
-            bias,
-            experts: None,
-        };
-        prepare(self.device, LinearSpec::new(fields)?)
-    }
-
-    fn norm(&self, (width, output): (usize, Float), eps: f32) -> Result<Prepared<Norm, D>, Error> {
-        let fields = NormFields {
-            width,
-            eps: Scalar::try_from(eps)?,
-            center: false,
-            bias: false,
-            max_rows: self.spec.capacity.rows,
-            input: Float::F32,
-            in_stride: Some(self.spec.down_width()),
-            out_stride: None,
-            narrow: output == Float::Bf16,
-            wide: output == Float::F32,
-        };
-        prepare(self.device, NormSpec::new(fields)?)
-    }
-
-    fn rotary(&self, which: Which) -> Result<Option<Prepared<Rotary, D>>, Error> {
-        let spec = self.spec;
-        if spec.rope == 0 {
-            return Ok(None);
-        }
-        let (heads, input, in_stride, out_stride) = match which {
-            Which::Key => (1, Float::F32, spec.down_width(), spec.rope),
-            Which::Query => (spec.heads, Float::Bf16, spec.nope + spec.rope, spec.cache_width()),
-        };
-        let fields = RotaryFields {
-            heads,
-            width: spec.rope,
-            style: spec.rotary.unwrap_or(RotaryStyle::Pair),
-            input,
-            before: 0,
-            after: 0,
-            in_stride: Some(in_stride),
-            out_stride: Some(out_stride),
-            attention_factor: Scalar::try_from(spec.attention_factor)?,
-            max_rows: spec.capacity.rows,
-        };
-        prepare(self.device, RotarySpec::new(fields)?).map(Some)
-    }
-
-    fn writer(&self) -> Result<Prepared<Writer, D>, Error> {
-        let fields = WriterFields {
-            record: self.spec.cache.record,
-            record_width: None,
-            page_size: self.spec.cache.page_size,
-            latent_width: self.spec.rank,
-            rope_width: self.spec.rope,
-            key_width: 0,
-            max_rows: self.spec.capacity.rows,
-        };
-        prepare(self.device, WriterSpec::new(fields)?)
-    }
-
-    fn projection(&self, direction: Direction) -> Result<Prepared<Projection, D>, Error> {
-        let spec = self.spec;
-        let fields = match direction {
-            Direction::Absorb => ProjectionFields {
-                heads: spec.heads,
-                in_width: spec.nope,
-                out_width: spec.rank,
-                in_stride: Some(spec.nope + spec.rope),
-                out_stride: Some(spec.cache_width()),
-                output: Float::Bf16,
-                max_rows: spec.capacity.rows,
-            },
-            Direction::Lift => ProjectionFields {
-                heads: spec.heads,
-                in_width: spec.rank,
-                out_width: spec.value,
-                in_stride: None,
-                out_stride: None,
-                output: Float::F32,
-                max_rows: spec.capacity.rows,
-            },
-        };
-        prepare(self.device, ProjectionSpec::new(fields)?)
-    }
 }

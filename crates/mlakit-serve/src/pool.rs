@@ -23,6 +23,9 @@ pub enum PoolError {
 /// a page table filled with zeros reads nothing of anyone.
 pub struct KvPool<D: Device> {
     layers: Vec<Pages<D>>,
+    /// Index keys of each layer, where it has an indexer.
+    index: Vec<Option<Pages<D>>>,
+    pages: usize,
     page_size: usize,
     /// Free pages, the next one last.
     free: Vec<u32>,
@@ -44,7 +47,25 @@ impl<D: Device> KvPool<D> {
         };
         let layers = (0..layers).map(layer).collect::<Result<_, _>>()?;
         let free = (1..pages as u32).rev().collect();
-        Ok(Self { layers, page_size: geometry.page_size, free })
+        Ok(Self { layers, index: Vec::new(), pages, page_size: geometry.page_size, free })
+    }
+
+    /// The same with index keys beside the latents of each layer that has a geometry for them: as many pages, so that one page table
+    /// is for both.
+    ///
+    /// # Errors
+    /// As [`Pages::new`].
+    pub fn with_index(
+        mut self,
+        device: &D,
+        geometries: impl IntoIterator<Item = Option<PageGeometry>>,
+    ) -> Result<Self, Error> {
+        for (layer, geometry) in geometries.into_iter().enumerate() {
+            let name = Name::from(format!("layer {layer} index keys"));
+            let pages = geometry.map(|geometry| Pages::new(device, name, geometry, self.pages));
+            self.index.push(pages.transpose()?);
+        }
+        Ok(self)
     }
 
     /// Makes a sequence long enough for `tokens` tokens.
@@ -69,6 +90,11 @@ impl<D: Device> KvPool<D> {
     /// The pages of a layer.
     pub fn layer(&self, layer: usize) -> &Pages<D> {
         &self.layers[layer]
+    }
+
+    /// The pages of a layer's index keys, where it has an indexer.
+    pub fn index(&self, layer: usize) -> Option<&Pages<D>> {
+        self.index.get(layer)?.as_ref()
     }
 
     /// Pages that nobody has.

@@ -3,7 +3,8 @@
 use half::bf16;
 use mlakit::{Buffer, Category, Device, Element, Error, Lease, Lse, Name, Natural};
 
-use crate::layer::LayerSpec;
+use crate::selection::{IndexTensors, Selection};
+use crate::spec::LayerSpec;
 
 /// The set, at a row capacity.
 pub struct Workspace<D: Device> {
@@ -17,6 +18,9 @@ pub struct Workspace<D: Device> {
     attended: Buffer<bf16, D>,
     lse: Buffer<Lse<Natural>, D>,
     values: Buffer<f32, D>,
+    gates: Buffer<f32, D>,
+    gated: Buffer<f32, D>,
+    selection: Option<Selection<D>>,
 }
 
 /// The set for one step's rows, as leases.
@@ -39,6 +43,12 @@ pub struct Tensors<D> {
     pub lse: Lease<Lse<Natural>, D>,
     /// `[rows, heads, value]`.
     pub values: Lease<f32, D>,
+    /// `[rows, heads * value / gate span]`, where there is a gate.
+    pub gates: Lease<f32, D>,
+    /// `[rows, heads, value]`, where there is a gate.
+    pub gated: Lease<f32, D>,
+    /// Where some layer has an indexer.
+    pub selection: Option<IndexTensors<D>>,
 }
 
 impl<D: Device> Workspace<D> {
@@ -49,6 +59,8 @@ impl<D: Device> Workspace<D> {
     pub fn new(device: &D, spec: &LayerSpec) -> Result<Self, Error> {
         let (rows, heads) = (spec.capacity.rows, spec.heads);
         let made = Making { device, rows };
+        let gated = |width: usize| if spec.gate_span.is_some() { width } else { 0 };
+        let gates = spec.heads * spec.value / spec.gate_span.unwrap_or(1);
         Ok(Self {
             rows,
             down: made.tensor("down", spec.down_width())?,
@@ -60,7 +72,21 @@ impl<D: Device> Workspace<D> {
             attended: made.tensor("latent result", heads * spec.rank)?,
             lse: made.tensor("lse", heads)?,
             values: made.tensor("values", heads * spec.value)?,
+            gates: made.tensor("gates", gated(gates))?,
+            gated: made.tensor("gated values", gated(heads * spec.value))?,
+            selection: match spec.keys.indexer() {
+                Some(index) => Some(Selection::new(&made, index)?),
+                None => None,
+            },
         })
+    }
+
+    /// The keys that the last indexer selected for the first `rows` rows, I32 `[rows, T]`, where there is an indexer; nothing else.
+    ///
+    /// # Errors
+    /// More rows than there is capacity for; work in flight.
+    pub fn selected(&self, rows: usize) -> Result<Vec<i32>, Error> {
+        self.selection.as_ref().map_or(Ok(Vec::new()), |set| set.read((rows, self.rows)))
     }
 
     /// The first `rows` rows of each.
@@ -79,29 +105,41 @@ impl<D: Device> Workspace<D> {
             attended: part.of(&self.attended)?,
             lse: part.of(&self.lse)?,
             values: part.of(&self.values)?,
+            gates: part.of(&self.gates)?,
+            gated: part.of(&self.gated)?,
+            selection: self.selection.as_ref().map(|set| set.rows(&part)).transpose()?,
         })
     }
 }
 
-struct Making<'m, D> {
+/// Makes tensors of so many rows.
+pub(crate) struct Making<'m, D> {
     device: &'m D,
     rows: usize,
 }
 
 impl<D: Device> Making<'_, D> {
-    fn tensor<T: Element>(&self, name: &'static str, width: usize) -> Result<Buffer<T, D>, Error> {
+    pub(crate) fn tensor<T: Element>(
+        &self,
+        name: &'static str,
+        width: usize,
+    ) -> Result<Buffer<T, D>, Error> {
         let kind = (Category::Tensors, Name::from(name));
         Buffer::uninit(self.device, kind, self.rows.saturating_mul(width))
     }
 }
 
-struct Part {
+/// Some of the rows.
+pub(crate) struct Part {
     rows: usize,
     capacity: usize,
 }
 
 impl Part {
-    fn of<T: Element, D: Device>(&self, buffer: &Buffer<T, D>) -> Result<Lease<T, D>, Error> {
+    pub(crate) fn of<T: Element, D: Device>(
+        &self,
+        buffer: &Buffer<T, D>,
+    ) -> Result<Lease<T, D>, Error> {
         buffer.lease().part(0..buffer.len() / self.capacity * self.rows)
     }
 }

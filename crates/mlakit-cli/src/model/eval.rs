@@ -60,7 +60,7 @@ pub fn command(
             "use a byte-level checkpoint, such as the embedded one",
         ));
     }
-    let limits = TextLimits::new(&model.config, attention(args.attention));
+    let limits = TextLimits::new(&model.config);
     limits.check(text.len().min(WINDOW), 0)?;
     match device {
         AnyDevice::Cpu(device) => score(&device, &model, (&text, args)),
@@ -75,7 +75,7 @@ fn score<D: DecoderDevice>(
 ) -> Result<EvalReport, Failure> {
     let longest = text.len().min(WINDOW);
     let options = GeneratorOptions {
-        cache: cache(args.record, args.partial, Splits::Auto),
+        cache: cache((args.record, args.index_record), args.partial, Splits::Auto),
         attention: attention(args.attention),
         batch: 1,
         max_tokens: longest,

@@ -1,6 +1,7 @@
 //! `mlakit layer`: one attention layer of a checkpoint, from a file.
 
 use mlakit::{Device, Dtype, Splits};
+use mlakit_model::config::LayerIndexer;
 use mlakit_model::decoder::{LayerInput, LayerOptions, LayerOutput, run_layer, run_layer_f64};
 use mlakit_model::{AttentionConfig, AttentionWeights, CheckpointError, InputError, ModelConfig};
 use mlakit_serve::MlaDevice;
@@ -68,16 +69,15 @@ pub fn command(
     })?;
     let hidden = model.config.hidden_size;
     let input = read(args, &model.config)?;
-    refuse_selection(args, &layer.attention, &input)?;
-    let weights = model
-        .checkpoint
-        .attention(args.layer, hidden, &layer.attention)
-        .map_err(|error: CheckpointError| Failure::from(mlakit_model::Error::from(error)))?;
-    let pair = (&layer.attention, &weights);
+    let broken = |error: CheckpointError| Failure::from(mlakit_model::Error::from(error));
+    let attention = layer.latent(args.layer).map_err(broken)?;
+    refuse_selection(args, attention, &input)?;
+    let weights = model.checkpoint.attention(args.layer, hidden, attention).map_err(broken)?;
+    let pair = (attention, &weights);
     let (output, computed_by) = match &device {
         None => {
             let by = format!("f64 oracle, {} cache", args.record.name());
-            (run_layer_f64(pair, &input, (args.record, args.chunk))?, by)
+            (run_layer_f64(pair, &input, options(args))?, by)
         }
         Some(AnyDevice::Cpu(device)) => {
             (on_device(device, pair, &input, args)?, device.facts().to_string())
@@ -87,8 +87,12 @@ pub fn command(
         }
     };
     let shape = vec![input.rows(), hidden];
-    let tensor = Tensor::new(Dtype::F32, shape, &output.attn_out);
-    write_file(&args.out, &std::collections::BTreeMap::new(), &[("attn_out", &tensor)])?;
+    let attn_out = Tensor::new(Dtype::F32, shape, &output.attn_out);
+    let topk = output.topk.filter(|_| attention.indexer.is_some());
+    let topk = topk.map(|topk| Tensor::new(Dtype::I32, vec![input.rows(), topk.width], &topk.keys));
+    let mut tensors = vec![("attn_out", &attn_out)];
+    tensors.extend(topk.as_ref().map(|topk| ("topk", topk)));
+    write_file(&args.out, &std::collections::BTreeMap::new(), &tensors)?;
     Ok(LayerReport {
         layer: args.layer,
         computed_by,
@@ -107,34 +111,29 @@ fn on_device<D: MlaDevice>(
 ) -> Result<LayerOutput, Failure> {
     let caller = device.own_stream()?;
     let mut stream = device.stream(&caller)?;
-    let cache = cache(args.record, args.partial, Splits::Auto);
-    let options = LayerOptions { cache, chunk: args.chunk };
-    Ok(run_layer(&mut stream, pair, input, options)?)
+    Ok(run_layer(&mut stream, pair, input, options(args))?)
 }
 
-/// A layer that selects its keys is run with a selection, or while it would select all of them.
+fn options(args: &LayerArgs) -> LayerOptions {
+    let cache = cache((args.record, args.index_record), args.partial, Splits::Auto);
+    LayerOptions { cache, chunk: args.chunk }
+}
+
+/// A layer without an indexer of its own cannot select.
 fn refuse_selection(
     args: &LayerArgs,
     config: &AttentionConfig,
     input: &LayerInput,
 ) -> Result<(), Failure> {
-    if let Some(format) = &args.index_record {
-        return Err(Failure::input(
-            format!("--index-record {format}: index keys are not in this version"),
-            "leave it out, and give the selection as tensor `topk`",
-        ));
-    }
-    let longest = input.q_offsets.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap_or(0);
     match config.indexer {
-        Some(indexer) if input.topk.is_none() && longest as usize > indexer.topk => {
-            Err(Failure::input(
-                format!(
-                    "tensor `topk`: needed [R, T], given nothing: layer {} selects {} of up to {longest} keys, and its indexer is not in this version",
-                    args.layer, indexer.topk
-                ),
-                "give the selection as tensor `topk`, or sequences of at most that many tokens",
-            ))
-        }
+        Some(LayerIndexer::Shared) if input.topk.is_none() => Err(Failure::input(
+            format!(
+                "tensor `topk`: needed [R, T], given nothing: layer {} attends to what the last \
+                 layer before it with an indexer selects",
+                args.layer
+            ),
+            "run that layer on its own input, and give its tensor `topk` to this one",
+        )),
         _ => Ok(()),
     }
 }

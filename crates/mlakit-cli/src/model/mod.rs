@@ -69,16 +69,23 @@ fn note_assumed(config: &ModelConfig, format: Format) {
 /// Refuses caches that this machine has no memory for.
 fn ensure_cache(
     config: &ModelConfig,
-    record: RecordFormat,
+    (record, index_record): (RecordFormat, RecordFormat),
     (batch, tokens): (usize, usize),
 ) -> Result<(), Failure> {
     let tokens = tokens.next_multiple_of(PAGE_SIZE).saturating_mul(batch);
-    let bytes = plan::model::token_bytes(config, (record, PAGE_SIZE))?.saturating_mul(tokens);
+    let latents = plan::model::token_bytes(config, (record, PAGE_SIZE))?.saturating_mul(tokens);
+    let keys = plan::model::index_bytes(config, (index_record, PAGE_SIZE), tokens)?;
+    let bytes = latents.saturating_add(keys);
     machine::ensure_memory(&format!("the cache of {tokens} tokens"), bytes)
 }
 
-fn cache(record: RecordFormat, partial: Partial, splits: Splits) -> CacheSpec {
-    CacheSpec { record, page_size: PAGE_SIZE, partial, splits }
+/// Records of attention and of index keys.
+fn cache(
+    (record, index_record): (RecordFormat, RecordFormat),
+    partial: Partial,
+    splits: Splits,
+) -> CacheSpec {
+    CacheSpec { record, index_record, page_size: PAGE_SIZE, partial, splits }
 }
 
 fn attention(attention: Attention) -> decoder::Attention {

@@ -56,7 +56,7 @@ pub fn command(
     if prompts.is_empty() {
         return Err(Failure::input(
             "no prompt: needed at least one text",
-            "try `mlakit run \"MACBETH.\" --attention dense`",
+            "try `mlakit run \"MACBETH.\"`",
         ));
     }
     if let Some(blank) = prompts.iter().position(|prompt| prompt.trim().is_empty()) {
@@ -76,10 +76,10 @@ pub fn command(
         .map(|prompt| tokenizer.encode(prompt).map_err(mlakit_model::Error::from))
         .collect::<Result<Vec<_>, _>>()?;
     // Before the weights are loaded: what is too long is known at once.
-    let limits = TextLimits::new(&model.config, attention(args.attention));
+    let limits = TextLimits::new(&model.config);
     ids.iter().try_for_each(|ids| limits.check(ids.len(), args.tokens))?;
     let longest = ids.iter().map(Vec::len).max().unwrap_or(1) + args.tokens;
-    ensure_cache(&model.config, args.record, (ids.len(), longest))?;
+    ensure_cache(&model.config, (args.record, args.index_record), (ids.len(), longest))?;
     let job = Job { args, model: &model, tokenizer, prompts: &prompts, ids: &ids };
     let stream_text = format == Format::Table;
     match device {
@@ -101,7 +101,7 @@ impl Job<'_> {
         let args = self.args;
         let longest = self.ids.iter().map(Vec::len).max().unwrap_or(1);
         let options = GeneratorOptions {
-            cache: cache(args.record, args.partial, args.splits),
+            cache: cache((args.record, args.index_record), args.partial, args.splits),
             attention: attention(args.attention),
             batch: self.ids.len(),
             max_tokens: longest + args.tokens,

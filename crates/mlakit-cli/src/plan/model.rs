@@ -5,7 +5,7 @@ use std::path::Path;
 
 use mlakit::{Error, PageGeometry, RecordFormat, RecordLayout};
 use mlakit_model::ModelConfig;
-use mlakit_model::config::{AssumedKey, AttentionConfig, Quantization};
+use mlakit_model::config::{AssumedKey, AttentionConfig, AttentionKind, Quantization};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
@@ -27,6 +27,8 @@ pub struct Question {
     pub weight_bits: Option<usize>,
     /// The record format that is counted with.
     pub record: RecordFormat,
+    /// That of index keys.
+    pub index_record: RecordFormat,
     /// Tokens of a page.
     pub page_size: usize,
 }
@@ -39,6 +41,7 @@ impl From<&PlanArgs> for Question {
             memory_gib: args.memory_gib,
             weight_bits: args.weight_bits,
             record: args.record.unwrap_or_default(),
+            index_record: args.index_record.unwrap_or(RecordFormat::IndexBf16_256),
             page_size: args.page_size.unwrap_or(64),
         }
     }
@@ -56,6 +59,9 @@ pub struct ModelReport {
     record_width: usize,
     /// For each record format that the model can have.
     cache: Vec<CacheBytes>,
+    /// For each format of index keys, where layers have indexers; by layer with one of its own.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    index_keys: Vec<CacheBytes>,
     /// How weights are stored.
     stored: String,
     weights: Vec<WeightBytes>,
@@ -103,9 +109,9 @@ struct Fit {
     tokens: u128,
 }
 
-const COUNTED: &str = "every weight of the decoder layers, embedding and head; latent records";
-const NOT_COUNTED: &str =
-    "draft layers, activations, scratch, page tables, index keys of sparse layers";
+const COUNTED: &str =
+    "every weight of the decoder layers, embedding and head; latent records and index keys";
+const NOT_COUNTED: &str = "draft layers, activations, scratch, page tables";
 
 /// Reads a config and answers.
 ///
@@ -150,6 +156,7 @@ fn answer(mut config: ModelConfig, question: &Question) -> Result<ModelReport, F
         tp: question.tp,
         record_width: first.cache_width(),
         cache: cache_bytes(&config),
+        index_keys: index_cache_bytes(&config),
         stored: stored.to_string(),
         weights,
         weight_bytes,
@@ -267,12 +274,50 @@ fn record_bytes(
     Ok(record.bytes())
 }
 
-/// Bytes of a token in the caches of all layers.
+/// Bytes of a token in the latent caches of all layers.
 ///
 /// # Errors
 /// A format that cannot store the tokens of some layer.
 pub fn token_bytes(config: &ModelConfig, record: (RecordFormat, usize)) -> Result<usize, Error> {
-    config.layers.iter().map(|layer| record_bytes(&layer.attention, record)).sum()
+    latent_layers(config).map(|attention| record_bytes(attention, record)).sum()
+}
+
+/// Bytes of the index keys of `tokens` tokens in all layers; 0 where none has an indexer.
+///
+/// # Errors
+/// A format that cannot store the keys of some layer.
+pub fn index_bytes(
+    config: &ModelConfig,
+    (format, page_size): (RecordFormat, usize),
+    tokens: usize,
+) -> Result<usize, Error> {
+    let indexers = latent_layers(config).filter_map(AttentionConfig::own_indexer);
+    let bytes = indexers.map(|indexer| {
+        let record = RecordLayout::of(format, indexer.head_dim, 0);
+        PageGeometry { record, page_size }.check()?;
+        Ok(record.bytes().saturating_mul(tokens.div_ceil(indexer.pool_size())))
+    });
+    bytes.sum()
+}
+
+fn latent_layers(config: &ModelConfig) -> impl Iterator<Item = &AttentionConfig> {
+    let latent = config.layers.iter().filter(|layer| layer.kind == AttentionKind::Latent);
+    latent.map(|layer| &layer.attention)
+}
+
+/// For each format of index keys that the model can have, by layer of its own indexer.
+fn index_cache_bytes(config: &ModelConfig) -> Vec<CacheBytes> {
+    let indexers = latent_layers(config).filter_map(AttentionConfig::own_indexer);
+    let indexers: Vec<_> = indexers.collect();
+    let Some(first) = indexers.first() else { return Vec::new() };
+    let formats = RecordFormat::ALL.into_iter().filter(|format| format.is_index());
+    let bytes = |format: RecordFormat| {
+        let all = index_bytes(config, (format, 1), first.pool_size()).ok()?;
+        let bytes_per_token = all.div_ceil(first.pool_size());
+        let layer_bytes_per_token = bytes_per_token / indexers.len();
+        Some(CacheBytes { record: format.name(), layer_bytes_per_token, bytes_per_token })
+    };
+    formats.filter_map(bytes).collect()
 }
 
 /// For each format of attention that the model can have.
@@ -310,7 +355,8 @@ impl Fit {
                 "raise --memory-gib or --tp, or lower --weight-bits",
             ));
         };
-        let page_bytes = token_bytes as u128 * page_size as u128;
+        let index = index_bytes(config, (question.index_record, page_size), page_size)?;
+        let page_bytes = token_bytes as u128 * page_size as u128 + index as u128;
         let pages = cache_bytes / page_bytes;
         let tokens = pages * page_size as u128;
         let record = record.name();
@@ -338,6 +384,12 @@ impl Report for ModelReport {
         });
         let header = ["record", "bytes a token and layer", "bytes a token"];
         let cache = report::table(&header, &[1, 2], cache.collect());
+        let index = self.index_keys.iter().map(|keys| {
+            let [layer, all] = [keys.layer_bytes_per_token, keys.bytes_per_token];
+            vec![keys.record.to_owned(), layer.to_string(), all.to_string()]
+        });
+        let header = ["index keys", "bytes a token and layer", "bytes a token"];
+        let index = report::table(&header, &[1, 2], index.collect());
         let row = |what: &str, elements: String, bytes: u128| {
             vec![what.to_owned(), elements, bytes.to_string(), short(bytes)]
         };
@@ -345,7 +397,9 @@ impl Report for ModelReport {
             self.weights.iter().map(|w| row(w.what, w.elements.to_string(), w.bytes)).collect();
         weights.push(row("total", String::new(), self.weight_bytes));
         let header = ["weights a device", "elements", "bytes", ""];
-        let mut lines = vec![head, cache, report::table(&header, &[1, 2], weights)];
+        let mut lines = vec![head, cache];
+        lines.extend((!self.index_keys.is_empty()).then_some(index));
+        lines.push(report::table(&header, &[1, 2], weights));
         lines.extend(self.fit.as_ref().map(Fit::lines));
         lines.push(format!("counted: {}", self.counted));
         lines.push(format!("not counted: {}", self.not_counted));
@@ -381,6 +435,7 @@ mod tests {
             memory_gib: Some(1.0),
             weight_bits: None,
             record: RecordFormat::Bf16,
+            index_record: RecordFormat::IndexBf16_256,
             page_size: 64,
         }
     }
@@ -397,10 +452,13 @@ mod tests {
         assert_eq!(report.cache[1].bytes_per_token, 3 * 576);
         let fit = report.fit.unwrap();
         assert_eq!(fit.cache_bytes + report.weight_bytes, 1 << 30);
-        assert_eq!(fit.pages, fit.cache_bytes / (64 * 3 * 576 * 2));
-        let half = answer(tiny(), &Question { record: RecordFormat::E4m3, ..question() });
-        let half = half.unwrap().fit.unwrap();
-        assert!(half.tokens >= 2 * fit.tokens && half.tokens < 2 * fit.tokens + 128);
+        assert_eq!(fit.pages, fit.cache_bytes / (64 * 3 * (576 * 2 + 256)));
+        let index_record = RecordFormat::IndexFp8_132;
+        let small = Question { record: RecordFormat::E4m3, index_record, ..question() };
+        let small = answer(tiny(), &small).unwrap();
+        assert_eq!(small.index_keys[1].bytes_per_token, 3 * 132);
+        let small = small.fit.unwrap();
+        assert_eq!(small.pages, small.cache_bytes / (64 * 3 * (576 + 132)));
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! How many weights a model has, by what they are for and by how tensor parallelism divides them.
 
-use mlakit_model::config::{ExpertsConfig, GateKind, QueryRank};
+use mlakit_model::config::{AttentionKind, ExpertsConfig, GateKind, QueryRank};
 use mlakit_model::{AttentionConfig, MlpConfig, ModelConfig};
 
 /// A number of one kind of thing: elements, scales.
@@ -122,8 +122,10 @@ pub fn count(config: &ModelConfig) -> Vec<Weights> {
     let (mut attention, mut indexer, mut dense) = (vec![], vec![], vec![]);
     let (mut router, mut experts, mut shared) = (vec![], vec![], vec![]);
     for layer in &config.layers {
-        attention.extend(attention_weights(&layer.attention, hidden));
-        indexer.extend(indexer_weights(&layer.attention, hidden));
+        if layer.kind == AttentionKind::Latent {
+            attention.extend(attention_weights(&layer.attention, hidden));
+            indexer.extend(indexer_weights(&layer.attention, hidden));
+        }
         match &layer.mlp {
             MlpConfig::Dense { width } => dense.extend(mlp(hidden, *width, config.mlp_bias)),
             MlpConfig::Experts(kind) => {
@@ -178,7 +180,7 @@ fn attention_weights(attention: &AttentionConfig, hidden: usize) -> Vec<Tensor> 
     tensors.extend(attention.gate.map(|gate| {
         let rows = match gate {
             GateKind::PerHead => attention.heads,
-            GateKind::PerElement => values,
+            GateKind::PerElement | GateKind::ByTensor => values,
         };
         Tensor::divided(rows, hidden)
     }));
@@ -188,15 +190,21 @@ fn attention_weights(attention: &AttentionConfig, hidden: usize) -> Vec<Tensor> 
 /// Query and key projections, the layer norm of the key, and the weights of the heads, which stay
 /// plain numbers.
 fn indexer_weights(attention: &AttentionConfig, hidden: usize) -> Vec<Tensor> {
-    let (Some(indexer), QueryRank::Rank(rank)) = (attention.indexer, attention.query_rank) else {
+    let (Some(indexer), QueryRank::Rank(rank)) = (attention.own_indexer(), attention.query_rank)
+    else {
         return Vec::new();
     };
-    vec![
+    let mut tensors = vec![
         Tensor::replicated(indexer.heads * indexer.head_dim, rank),
         Tensor::replicated(indexer.head_dim, hidden),
         Tensor::vector(indexer.head_dim).times(2),
         Tensor::replicated(indexer.heads, hidden).plain(),
-    ]
+    ];
+    tensors.extend(indexer.pool.iter().flat_map(|pool| {
+        let gate = Tensor::replicated(indexer.head_dim, hidden);
+        [gate, Tensor::replicated(pool.size, indexer.head_dim).plain()]
+    }));
+    tensors
 }
 
 fn mlp(hidden: usize, width: usize, bias: bool) -> Vec<Tensor> {

@@ -264,7 +264,6 @@ fn tensor_cases() -> Vec<Wrong> {
         tensor(writer, "cache", Dtype::U8, &[3, 1151]),
         tensor(key_writer, "latent", Dtype::Bf16, &[9, 128]),
         tensor(key_writer, "rope", Dtype::Bf16, &[9, 64]),
-        tensor(key_writer, "key", Dtype::Bf16, &[9, 64]),
         tensor(key_writer, "cache", Dtype::U8, &[3, 2111]),
         tensor(projection, "x", Dtype::Bf16, &[5, 48]),
         tensor(projection, "weight", Dtype::Bf16, &[2, 16, 24]),
@@ -373,6 +372,7 @@ fn every_wrong_case_is_refused_by_name() {
         edit(&mut case);
         let path = folder.save("case", &case);
         let output = mlakit(op_words(&operation, &path, &out));
+        assert!(!output.status.success(), "{operation} runs: {needle} in {:?}", case.spec);
         refused(&output, needle);
         let errors = String::from_utf8_lossy(&output.stderr);
         assert!(errors.contains("\nhelp: "), "{errors}");

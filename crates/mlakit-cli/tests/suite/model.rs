@@ -7,6 +7,11 @@ use mlakit::Dtype;
 use mlakit_cli::case::{Case, Tensor, Tensors, write_file};
 use serde_json::{Value, json};
 
+/// The elements of a tensor's bytes, however they are aligned.
+fn elements<T: bytemuck::Pod>(bytes: &[u8]) -> Vec<T> {
+    bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect()
+}
+
 use crate::common::{Folder, mlakit, printed, printed_json, refused};
 
 fn vectors(name: &str) -> String {
@@ -14,26 +19,30 @@ fn vectors(name: &str) -> String {
     path.to_str().expect("UTF-8").to_owned()
 }
 
-/// A prompt of 9 tokens: the embedded checkpoint selects 128 keys, so 120 new tokens are the most
-/// that need no selection, and the message for one more says so.
+/// The embedded checkpoint selects 128 keys: until a row sees more, sparse and dense attention are
+/// the same, and a text goes on beyond, whatever the caches hold.
 #[test]
-fn a_text_within_top_k_simply_runs_and_a_longer_one_is_told_how() {
-    let made = printed_json(&mlakit(["run", "MACBETH.", "--tokens", "120", "--json"]));
-    assert_eq!(made["new_tokens"], 120);
-    for (words, advice) in [
-        (&["run", "MACBETH."][..], "--tokens 120"),
-        (&["run", "MACBETH.", "--tokens", "121"], "--attention dense"),
-    ] {
-        let output = mlakit(words);
-        refused(&output, "a prompt of 9 tokens");
-        let errors = String::from_utf8_lossy(&output.stderr).into_owned();
-        let help = errors.lines().find(|line| line.starts_with("help: ")).unwrap().to_owned();
-        assert!(help.contains(advice), "{help}");
-    }
-    let dense = ["run", "MACBETH.", "--tokens", "121", "--attention", "dense", "--json"];
-    let dense = printed_json(&mlakit(dense));
+fn a_text_is_continued_with_the_keys_that_indexers_select() {
+    let run = |more: &str| {
+        let line = format!("run MACBETH. --tokens 150 --json {more}");
+        let made = printed_json(&mlakit(line.split(' ').filter(|word| !word.is_empty())));
+        assert_eq!(made["new_tokens"], 150, "{more}");
+        made
+    };
     let text = |made: &Value| made["texts"][0]["text"].as_str().unwrap().to_owned();
-    assert!(text(&dense).starts_with(&text(&made)), "within top-k both see every key");
+    let (sparse, dense) = (run(""), run("--attention dense"));
+    assert_eq!(text(&sparse)[..100], text(&dense)[..100]);
+    let owners = |made: &Value| -> Vec<String> {
+        let lines = made["ledger"].as_array().unwrap().iter();
+        lines.map(|line| line["owner"].as_str().unwrap().to_owned()).collect()
+    };
+    for owner in ["layers: index keys", "layers: index q", "selected positions"] {
+        assert!(owners(&sparse).iter().any(|name| name == owner), "{owner}");
+        assert!(owners(&dense).iter().all(|name| name != owner), "{owner}");
+    }
+    run("--record fp8_656 --index-record index_fp8_132");
+    run("--record nvfp4_432 --index-record index_mxfp4_68 --partial f32");
+    run("--record fp8_656 --attention dense");
 }
 
 /// What the help of a bare `run` advises is not refused.
@@ -137,7 +146,8 @@ fn layers_that_cannot_be_run_are_refused() {
         ("--layer 0 --chunk 0", "--chunk"),
         ("--layer 0 --record fp6", "fp6"),
         ("--layer 0 --precision f64 --isa mmx", "mmx"),
-        ("--layer 0 --index-record index_fp8_132", "--index-record"),
+        ("--layer 0 --index-record bf16", "index_fp8_132"),
+        ("--layer 0 --record index_fp8_132", "index key"),
     ] {
         refused(&mlakit(line(more).split_whitespace()), needle);
         assert_eq!(folder.files(), before, "{more}");
@@ -150,6 +160,53 @@ fn layers_that_cannot_be_run_are_refused() {
     let output = mlakit(wide.split_whitespace());
     refused(&output, "(model)");
     assert!(!String::from_utf8_lossy(&output.stderr).contains("spec"));
+}
+
+/// A sparse layer writes what it selected; a layer that shares a selection must be given it.
+#[test]
+fn sparse_layers_write_their_selection() {
+    let folder = Folder::new();
+    let (input, out) = (layer_input(&folder, (40, 1.0)), folder.path("out"));
+    let model = vectors("glm_moe_dsa");
+    let run = |input: &Path, more: &str| {
+        let (input, out) = (input.display(), out.display());
+        let line = format!("layer --model {model} --input {input} --out {out} {more}");
+        mlakit(line.split_whitespace())
+    };
+    let read = |name: &str| {
+        let bytes = std::fs::read(&out).unwrap();
+        let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        let tensor = tensors.tensor(name).unwrap();
+        (tensor.shape().to_vec(), tensor.data().to_vec())
+    };
+    for more in ["--precision f64", "--chunk 7", "--record e4m3"] {
+        printed(&run(&input, &format!("--layer 0 {more}")));
+        let (shape, keys) = read("topk");
+        assert_eq!(shape, [40, 32], "{more}");
+        let keys: Vec<i32> = elements(&keys);
+        assert_eq!((keys[0], &keys[1..32]), (0, &[-1; 31][..]), "{more}");
+        assert!(keys.chunks(32).all(|row| row.iter().is_sorted_by_key(|key| *key as u32)));
+    }
+    refused(&run(&input, "--layer 1"), "tensor `topk`: needed [R, T]");
+    refused(&run(&input, "--layer 1 --precision f64"), "tensor `topk`: needed [R, T]");
+    printed(&run(&input, "--layer 0 --precision f64"));
+    let (shape, keys) = read("topk");
+    let keys: Vec<i32> = elements(&keys);
+    let bytes = std::fs::read(&input).unwrap();
+    let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let hidden: Vec<f32> = elements(tensors.tensor("hidden").unwrap().data());
+    let hidden = Tensor::new(Dtype::F32, vec![40, 64], &hidden);
+    let offsets = Tensor::new(Dtype::I32, vec![2], &[0, 40]);
+    let topk = Tensor::new(Dtype::I32, shape, &keys);
+    let shared = folder.path("shared");
+    let tensors = [("hidden", &hidden), ("q_offsets", &offsets), ("topk", &topk)];
+    write_file(&shared, &Default::default(), &tensors).unwrap();
+    printed(&run(&shared, "--layer 1 --precision f64"));
+    let exact = attn_out(&out);
+    assert!(read("topk").1 == bytemuck::cast_slice::<i32, u8>(&keys));
+    printed(&run(&shared, "--layer 1"));
+    let error = relative(&attn_out(&out), &exact);
+    assert!(error < 1.5e-2, "{error}");
 }
 
 /// Rows so large that F32 does not hold their squares are normalised like others.

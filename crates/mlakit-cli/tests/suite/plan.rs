@@ -159,8 +159,11 @@ fn a_model_is_planned_from_its_config_alone() {
         (report["fit"]["tokens"].as_u64().unwrap(), report["weight_bytes"].as_u64().unwrap())
     };
     let (tokens, weights) = fit("");
-    assert_eq!(tokens, ((1 << 30) - weights) / (64 * 3456) * 64);
-    assert!(fit("--record e4m3").0 > 2 * tokens - 128);
+    // A token has a record and an index key in each of three layers.
+    let room = |record: u64, key: u64| ((1 << 30) - weights) / (64 * 3 * (record + key)) * 64;
+    assert_eq!(tokens, room(1152, 256));
+    assert_eq!(fit("--record e4m3").0, room(576, 256));
+    assert_eq!(fit("--record fp8_656 --index-record index_fp8_132").0, room(656, 132));
     assert!(fit("--tp 4").1 < weights);
     assert!(fit("--heads 16").1 > weights);
     assert!(fit("--weight-bits 8").1 * 2 == weights);

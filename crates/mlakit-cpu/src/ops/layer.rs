@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::atomic::Ordering::Relaxed;
 
 use half::bf16;
-use mlakit::op::activation::{Activation, ActivationRegions, ActivationSpec};
+use mlakit::op::activation::{Activation, ActivationKind, ActivationRegions, ActivationSpec};
 use mlakit::op::embed::{Embed, EmbedRegions, EmbedSpec};
 use mlakit::op::layer::Float;
 use mlakit::op::norm::{Norm, NormRegions, NormSpec};
@@ -277,12 +277,26 @@ fn embed(pool: &Pool, spec: &EmbedSpec, r: &EmbedRegions) {
 fn activation(pool: &Pool, spec: &ActivationSpec, r: &ActivationRegions) {
     let width = spec.width;
     // SAFETY: operands of this launch, bound at these sizes.
-    let x = unsafe { Source::new(spec.input, r.x, r.rows * 2 * width) };
+    let (x, gates) = unsafe {
+        let gates = r.rows * spec.gate_width().unwrap_or(0);
+        (
+            Source::new(spec.input, r.x, r.rows * spec.in_width()),
+            Source::new(spec.input, r.gate, gates),
+        )
+    };
     let (narrow, wide) = (Shared::<bf16>::of(r.y), Shared::<f32>::of(r.y));
     let value = |element: usize| {
-        let (row, i) = (element / width, element % width);
-        let (gate, up) = (x.at(row * 2 * width + i), x.at(row * 2 * width + width + i));
-        gate / (1.0 + (-gate).exp()) * up
+        let (gate, up) = match spec.gate_span {
+            Some(span) => (gates.at(element / span), x.at(element)),
+            None => {
+                let first = element / width * 2 * width + element % width;
+                (x.at(first), x.at(first + width))
+            }
+        };
+        match spec.kind {
+            ActivationKind::Silu => gate / (1.0 + (-gate).exp()) * up,
+            ActivationKind::Sigmoid => up / (1.0 + (-gate).exp()),
+        }
     };
     divide(pool, (r.rows * width, 1), FUNCTION, &|elements| {
         // SAFETY: the elements of this task alone; the output was bound at this size, and only the slice of its dtype is made.

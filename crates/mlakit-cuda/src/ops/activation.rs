@@ -29,9 +29,14 @@ impl Runs<Activation> for Cuda {
     type Code = Kernel;
 
     fn choose(_: &Facts, spec: &ActivationSpec) -> Result<Choice, Refusal> {
-        Ok(Choice::of(match spec.kind {
-            ActivationKind::Silu => "portable_activation",
-        }))
+        match (spec.kind, spec.gate_span) {
+            (ActivationKind::Silu, None) => Ok(Choice::of("portable_activation")),
+            _ => Err(Refusal {
+                what: "an activation with a sigmoid or with a gate apart".into(),
+                because: "there is no CUDA kernel for it".into(),
+                instead: "the CPU".into(),
+            }),
+        }
     }
 
     fn prepare(&self, plan: &Plan<Activation>) -> Result<Kernel, Error> {

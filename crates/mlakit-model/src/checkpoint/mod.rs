@@ -6,7 +6,8 @@
 use std::path::Path;
 
 use crate::config::{
-    AttentionConfig, ExpertsConfig, GateKind, IndexerConfig, MlpConfig, ModelConfig, QueryRank,
+    AttentionConfig, ExpertsConfig, GateKind, IndexPool, IndexerConfig, MlpConfig, ModelConfig,
+    QueryRank,
 };
 use crate::error::{CheckpointError, Error, InputError};
 
@@ -81,6 +82,17 @@ pub struct IndexerWeights<'a> {
     pub key_norm_bias: Weight<'a>,
     /// `weights_proj` [index heads, hidden].
     pub head_weights: Weight<'a>,
+    /// How keys are pooled.
+    pub pool: Option<PoolWeights<'a>>,
+}
+
+/// The tensors of pooled index keys.
+#[derive(Clone, Copy, Debug)]
+pub struct PoolWeights<'a> {
+    /// `index_kpool_compress_gate` [index width, hidden].
+    pub gate: Weight<'a>,
+    /// `index_kpool_compress_ape` [tokens of a pool, index width].
+    pub ape: Weight<'a>,
 }
 
 /// The three matrices of a gated MLP: `down(silu(gate x) * up x)`.
@@ -225,7 +237,7 @@ impl Checkpoint {
         let prefix = format!("layers.{layer}.mlp");
         Ok(LayerWeights {
             attention_norm: norm("input_layernorm")?,
-            attention: self.attention(layer, hidden, &layer_config.attention)?,
+            attention: self.attention(layer, hidden, layer_config.latent(layer)?)?,
             mlp_norm: norm("post_attention_layernorm")?,
             mlp: match &layer_config.mlp {
                 MlpConfig::Dense { width } => {
@@ -252,12 +264,8 @@ impl Checkpoint {
         let (query, query_rank) = self.query(&name, hidden, config)?;
         let up_rows = config.heads * (config.qk_nope_head_dim + config.v_head_dim);
         let value_rows = config.heads * config.v_head_dim;
-        let gate_rows = config.gate.map(|gate| match gate {
-            GateKind::PerHead => config.heads,
-            GateKind::PerElement => value_rows,
-        });
         let indexer = config
-            .indexer
+            .own_indexer()
             .map(|indexer| self.indexer(&name, hidden, query_rank, &indexer))
             .transpose()?;
         let down = [config.cache_width(), hidden];
@@ -267,9 +275,7 @@ impl Checkpoint {
             kv_norm: self.weight(&name("kv_a_layernorm.weight"), &[config.kv_lora_rank])?,
             kv_up: self.weight(&name("kv_b_proj.weight"), &[up_rows, config.kv_lora_rank])?,
             output: self.linear(&name("o_proj"), [hidden, value_rows], config.bias)?,
-            gate: gate_rows
-                .map(|rows| self.weight(&name("g_proj.weight"), &[rows, hidden]))
-                .transpose()?,
+            gate: self.gate(&name("g_proj.weight"), hidden, config)?,
             indexer,
         })
     }
@@ -328,6 +334,25 @@ impl Checkpoint {
         Ok((query, rank))
     }
 
+    /// A gate is where the config says one, or where there is a tensor for one.
+    fn gate(
+        &self,
+        name: &str,
+        hidden: usize,
+        config: &AttentionConfig,
+    ) -> Result<Option<Weight<'_>>, CheckpointError> {
+        let values = config.heads * config.v_head_dim;
+        let stored = self.storage.entry(name).map(|(_, entry)| entry.shape.as_slice());
+        let rows = match (config.gate, stored) {
+            (None, None) => return Ok(None),
+            (Some(GateKind::PerHead), _) => config.heads,
+            (Some(GateKind::PerElement), _) => values,
+            (_, Some(shape)) if shape.first() == Some(&config.heads) => config.heads,
+            _ => values,
+        };
+        self.weight(name, &[rows, hidden]).map(Some)
+    }
+
     fn indexer(
         &self,
         name: &impl Fn(&str) -> String,
@@ -337,12 +362,19 @@ impl Checkpoint {
     ) -> Result<IndexerWeights<'_>, CheckpointError> {
         let weight =
             |tensor: &str, shape: &[usize]| self.weight(&name(&format!("indexer.{tensor}")), shape);
+        let pool = |pool: IndexPool| -> Result<_, CheckpointError> {
+            Ok(PoolWeights {
+                gate: weight("index_kpool_compress_gate", &[config.head_dim, hidden])?,
+                ape: weight("index_kpool_compress_ape", &[pool.size, config.head_dim])?,
+            })
+        };
         Ok(IndexerWeights {
             query_up: weight("wq_b.weight", &[config.heads * config.head_dim, query_rank])?,
             key: weight("wk.weight", &[config.head_dim, hidden])?,
             key_norm: weight("k_norm.weight", &[config.head_dim])?,
             key_norm_bias: weight("k_norm.bias", &[config.head_dim])?,
             head_weights: weight("weights_proj.weight", &[config.heads, hidden])?,
+            pool: config.pool.map(pool).transpose()?,
         })
     }
 

@@ -148,9 +148,11 @@ impl Storage {
     }
 }
 
-/// Causal-LM checkpoints prefix the decoder's tensors with `model.`, bare decoders do not.
+/// Causal-LM checkpoints prefix the decoder's tensors with `model.`, models of more than text also
+/// with `language_model.`, bare decoders not at all.
 fn canonical(name: &str) -> &str {
-    name.strip_prefix("model.").unwrap_or(name)
+    const PREFIXES: [&str; 3] = ["model.language_model.", "language_model.model.", "model."];
+    PREFIXES.iter().find_map(|prefix| name.strip_prefix(prefix)).unwrap_or(name)
 }
 
 /// The one file of weights in `dir`.

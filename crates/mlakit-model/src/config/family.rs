@@ -29,6 +29,14 @@ pub struct Family {
     pub scaling: ScalingRule,
     /// An absent `v_head_dim` means `hidden_size / num_attention_heads`.
     pub value_width_from_hidden: bool,
+    /// The rope part, where there is one, is not rotated (NoPE).
+    pub unrotated: bool,
+    /// Which layers have linear attention instead, where `layer_types` does not say.
+    pub linear_layers: LinearLayers,
+    /// Other names of keys, each after the usual one.
+    pub renamed: &'static [(&'static str, &'static str)],
+    /// Why only the latent attention layers of such a model are run, and not the whole.
+    pub layers_only: Option<&'static str>,
     /// What absent keys mean.
     pub defaults: Defaults,
 }
@@ -41,13 +49,13 @@ pub struct Family {
 pub struct Defaults {
     /// `rms_norm_eps`.
     pub rms_norm_eps: f64,
-    /// `q_lora_rank`.
-    pub query_rank: usize,
+    /// `q_lora_rank`; none leaves the choice to the tensors.
+    pub query_rank: Option<usize>,
     /// `tie_word_embeddings`.
     pub tie_word_embeddings: bool,
-    /// `bos_token_id`.
+    /// `bos_token_id`; where the vocabulary has no such id, none.
     pub bos_token_id: u32,
-    /// `eos_token_id`.
+    /// `eos_token_id`; likewise.
     pub eos_token_id: u32,
 }
 
@@ -126,10 +134,27 @@ pub struct RouterDefaults {
 /// The sparse selection of a family.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct IndexerRule {
-    /// Layout of the rotary pairs of the index query and key.
+    /// Layout of the rotary pairs of the index query and key, where `indexer_rope_interleave` does
+    /// not say.
     pub rotary: Rotary,
     /// Epsilon of the layer norm of the index key.
     pub key_norm_eps: f64,
+    /// `index_n_heads`, where absent.
+    pub heads: usize,
+    /// `index_kpool`, where absent; none for keys of single tokens.
+    pub pool: Option<usize>,
+}
+
+/// Which layers of a hybrid have linear attention, which is not run here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LinearLayers {
+    /// None.
+    None,
+    /// All but every fourth one, which the first three precede.
+    ThreeOfFour,
+    /// Those that `linear_attn_config` does not list in `full_attn_layers`, which counts from 1;
+    /// where it does not, all but every fourth one, layer 0 included.
+    Listed,
 }
 
 /// Scaling of the residual stream.
@@ -160,8 +185,39 @@ pub static FAMILIES: &[Family] = &[
     Family {
         model_type: "deepseek_v32",
         architectures: &["DeepseekV32ForCausalLM", "DeepseekV32Model"],
-        indexer: Some(IndexerRule { rotary: Rotary::Half, key_norm_eps: 1e-6 }),
+        indexer: Some(IndexerRule {
+            rotary: Rotary::Half,
+            key_norm_eps: 1e-6,
+            heads: 64,
+            pool: None,
+        }),
         ..V3
+    },
+    Family {
+        model_type: "glm_moe_dsa",
+        architectures: &["GlmMoeDsaForCausalLM", "GlmMoeDsaModel"],
+        rotary: RotaryRule::Fixed(Rotary::Pair),
+        indexer: Some(GLM_INDEXER),
+        router: Some(RouterRule { defaults: GLM_ROUTER, ..SIGMOID_ROUTER }),
+        defaults: Defaults { rms_norm_eps: 1e-5, query_rank: Some(2048), ..DEFAULTS },
+        ..V3
+    },
+    Family {
+        model_type: "glm5_next",
+        architectures: &["Glm5NextForConditionalGeneration"],
+        ..GLM5
+    },
+    Family { model_type: "glm5_next_text", architectures: &["Glm5NextTextModel"], ..GLM5 },
+    Family {
+        model_type: "kimi_linear",
+        architectures: &["KimiLinearForCausalLM", "KimiLinearModel"],
+        ..KIMI
+    },
+    Family {
+        model_type: "kimi_k3",
+        architectures: &["KimiK3ForConditionalGeneration", "KimiK3ForCausalLM"],
+        latent_eps: LatentEps::Config,
+        ..KIMI
     },
     Family {
         model_type: "glm4_moe_lite",
@@ -177,7 +233,7 @@ pub static FAMILIES: &[Family] = &[
             },
             ..SIGMOID_ROUTER
         }),
-        defaults: Defaults { rms_norm_eps: 1e-5, query_rank: 768, ..DEFAULTS },
+        defaults: Defaults { rms_norm_eps: 1e-5, query_rank: Some(768), ..DEFAULTS },
         ..V3
     },
     Family {
@@ -189,7 +245,7 @@ pub static FAMILIES: &[Family] = &[
         value_width_from_hidden: true,
         defaults: Defaults {
             rms_norm_eps: 1e-5,
-            query_rank: 768,
+            query_rank: Some(768),
             tie_word_embeddings: true,
             bos_token_id: 1,
             eos_token_id: 2,
@@ -210,13 +266,17 @@ const COMMON: Family = Family {
     indexer: None,
     scaling: ScalingRule::Unit,
     value_width_from_hidden: false,
+    unrotated: false,
+    linear_layers: LinearLayers::None,
+    renamed: &[],
+    layers_only: None,
     defaults: DEFAULTS,
 };
 
 /// Those of DeepSeek-V3.
 const DEFAULTS: Defaults = Defaults {
     rms_norm_eps: 1e-6,
-    query_rank: 1536,
+    query_rank: Some(1536),
     tie_word_embeddings: false,
     bos_token_id: 0,
     eos_token_id: 1,
@@ -228,6 +288,63 @@ const V3: Family = Family {
     router: Some(SIGMOID_ROUTER),
     ..COMMON
 };
+
+/// GLM-5.3-Flash: every fourth layer has latent attention, with pooled index keys and no positions.
+const GLM5: Family = Family {
+    latent_eps: LatentEps::Config,
+    scale: ScaleRule::Plain,
+    indexer: Some(IndexerRule { rotary: Rotary::Half, pool: Some(16), ..GLM_INDEXER }),
+    router: Some(RouterRule { defaults: GLM_ROUTER, ..SIGMOID_ROUTER }),
+    unrotated: true,
+    linear_layers: LinearLayers::ThreeOfFour,
+    layers_only: Some("its residual stream is several, mixed between layers (mHC)"),
+    defaults: Defaults {
+        rms_norm_eps: 1e-5,
+        bos_token_id: u32::MAX,
+        eos_token_id: u32::MAX,
+        ..DEFAULTS
+    },
+    ..V3
+};
+
+/// Kimi Linear and K3: every fourth layer has latent attention, whose rope part is not rotated.
+const KIMI: Family = Family {
+    scale: ScaleRule::Plain,
+    router: Some(RouterRule {
+        defaults: RouterDefaults {
+            first_k_dense_replace: 1,
+            routed_scaling_factor: 2.446,
+            ..GLM_ROUTER
+        },
+        ..SIGMOID_ROUTER
+    }),
+    unrotated: true,
+    linear_layers: LinearLayers::Listed,
+    renamed: &[
+        ("n_routed_experts", "num_experts"),
+        ("num_experts_per_tok", "num_experts_per_token"),
+        ("n_shared_experts", "num_shared_experts"),
+        ("n_group", "num_expert_group"),
+        ("norm_topk_prob", "moe_renormalize"),
+        ("scoring_func", "moe_router_activation_func"),
+        ("max_position_embeddings", "model_max_length"),
+    ],
+    layers_only: Some("its other layers have linear attention (KDA)"),
+    defaults: Defaults {
+        rms_norm_eps: 1e-5,
+        query_rank: None,
+        bos_token_id: 163_584,
+        eos_token_id: 163_586,
+        ..DEFAULTS
+    },
+    ..COMMON
+};
+
+const GLM_INDEXER: IndexerRule =
+    IndexerRule { rotary: Rotary::Pair, key_norm_eps: 1e-6, heads: 32, pool: None };
+
+const GLM_ROUTER: RouterDefaults =
+    RouterDefaults { n_group: Some(1), topk_group: Some(1), ..SIGMOID_ROUTER.defaults };
 
 const SOFTMAX_ROUTER: RouterRule = RouterRule {
     scoring: Scoring::Softmax,

@@ -34,16 +34,22 @@ pub(crate) struct Fields<'a> {
     object: &'a Map<String, Value>,
     path: &'a str,
     assumed: Option<&'a Assumed>,
+    renamed: &'static [(&'static str, &'static str)],
 }
 
 impl<'a> Fields<'a> {
     pub(crate) fn new(object: &'a Map<String, Value>, path: &'a str) -> Self {
-        Self { object, path, assumed: None }
+        Self { object, path, assumed: None, renamed: &[] }
     }
 
     /// The same; what is assumed for absent keys is noted in `assumed`.
     pub(crate) fn noting(self, assumed: &'a Assumed) -> Self {
         Self { assumed: Some(assumed), ..self }
+    }
+
+    /// The same; each first name that is absent is looked for under the second.
+    pub(crate) fn renaming(self, renamed: &'static [(&'static str, &'static str)]) -> Self {
+        Self { renamed, ..self }
     }
 
     /// The fields of an object in these, at `path`; what is assumed is noted in the same place.
@@ -62,12 +68,20 @@ impl<'a> Fields<'a> {
 
     /// The value of `key`, unless it is absent or null.
     pub(crate) fn value(&self, key: &str) -> Option<&'a Value> {
-        self.object.get(key).filter(|value| !value.is_null())
+        self.entry(key).filter(|value| !value.is_null())
     }
 
     /// Whether `key` is there, if only with a null.
     pub(crate) fn has(&self, key: &str) -> bool {
-        self.object.contains_key(key)
+        self.entry(key).is_some()
+    }
+
+    /// The value of `key` under either name.
+    fn entry(&self, key: &str) -> Option<&'a Value> {
+        self.object.get(key).or_else(|| {
+            let (_, other) = self.renamed.iter().find(|(name, _)| *name == key)?;
+            self.object.get(*other)
+        })
     }
 
     /// The full name of `key` in an error.
@@ -181,7 +195,7 @@ impl<'a> Fields<'a> {
     /// `default` where the key is absent, false for a null. Nothing is noted: the default is that
     /// of every model.
     pub(crate) fn flag(&self, key: &str, default: bool) -> Result<bool, ConfigError> {
-        match self.object.get(key) {
+        match self.entry(key) {
             None => Ok(default),
             Some(Value::Null) => Ok(false),
             Some(Value::Bool(flag)) => Ok(*flag),

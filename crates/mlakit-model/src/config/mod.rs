@@ -8,11 +8,12 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
-use crate::error::{ConfigError, shorten};
+use crate::error::{CheckpointError, ConfigError, InputError, shorten};
 use crate::rope::{self, RopeParameters};
 
 pub mod family;
 pub(crate) mod fields;
+mod layers;
 mod mlp;
 mod quantization;
 mod rotary;
@@ -32,6 +33,9 @@ pub const MAX_HEAD_WIDTH: usize = 1 << 16;
 pub const MAX_LAYERS: usize = 4096;
 /// Largest vocabulary, and largest number of positions.
 pub const MAX_COUNT: usize = 1 << 30;
+/// Where a model of more than text has the keys of its text.
+const TEXT: &str = "text_config";
+
 /// Largest configuration file in bytes.
 pub const MAX_CONFIG_BYTES: usize = 16 << 20;
 
@@ -75,10 +79,34 @@ pub struct ModelConfig {
 /// One decoder layer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LayerConfig {
-    /// Its attention.
+    /// Whether it has latent attention at all.
+    pub kind: AttentionKind,
+    /// Its attention; where that is of another kind, what the model's latent attention is.
     pub attention: AttentionConfig,
     /// Its MLP.
     pub mlp: MlpConfig,
+}
+
+impl LayerConfig {
+    /// Its latent attention.
+    ///
+    /// # Errors
+    /// [`CheckpointError::OtherAttention`], which names it as layer `layer`.
+    pub fn latent(&self, layer: usize) -> Result<&AttentionConfig, CheckpointError> {
+        match self.kind {
+            AttentionKind::Latent => Ok(&self.attention),
+            AttentionKind::Linear => Err(CheckpointError::OtherAttention { layer }),
+        }
+    }
+}
+
+/// What a layer attends with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AttentionKind {
+    /// Latent attention.
+    Latent,
+    /// Linear attention (KDA), which is not run here.
+    Linear,
 }
 
 /// Latent attention of one layer. Widths are those of a head before absorption, in elements.
@@ -110,10 +138,11 @@ pub struct AttentionConfig {
     pub rope: Option<RopeParameters>,
     /// Keys a row sees, its own included; `None` means all before it.
     pub window: Option<usize>,
-    /// Gate between the attention and its output projection.
+    /// Gate between the attention and its output projection; where the file names none, a layer
+    /// with a tensor for one has one nevertheless.
     pub gate: Option<GateKind>,
-    /// The sparse selection.
-    pub indexer: Option<IndexerConfig>,
+    /// The sparse selection; none where a row attends to every key that it sees.
+    pub indexer: Option<LayerIndexer>,
 }
 
 impl AttentionConfig {
@@ -125,6 +154,19 @@ impl AttentionConfig {
     /// Elements a token has in the latent cache: the latent, then the rotated shared key.
     pub fn cache_width(&self) -> usize {
         self.kv_lora_rank + self.qk_rope_head_dim
+    }
+
+    /// The layer's own indexer; none where it is dense or shares another layer's selection.
+    pub fn own_indexer(&self) -> Option<IndexerConfig> {
+        match self.indexer {
+            Some(LayerIndexer::Own(indexer)) => Some(indexer),
+            Some(LayerIndexer::Shared) | None => None,
+        }
+    }
+
+    /// The same layer attending to every key.
+    pub fn dense(self) -> Self {
+        Self { indexer: None, ..self }
     }
 }
 
@@ -153,6 +195,17 @@ pub enum GateKind {
     PerHead,
     /// One factor an element: `g_proj.weight` [heads * v_head_dim, hidden].
     PerElement,
+    /// One of the two, as the shape of the tensor says.
+    ByTensor,
+}
+
+/// Where a sparse layer's selection of keys comes from.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum LayerIndexer {
+    /// From its own indexer.
+    Own(IndexerConfig),
+    /// From the last layer before it that has its own.
+    Shared,
 }
 
 /// Sparse selection of keys.
@@ -168,6 +221,30 @@ pub struct IndexerConfig {
     pub rotary: Rotary,
     /// Epsilon of the index key's layer norm.
     pub key_norm_eps: f64,
+    /// Keys of whole pools of tokens are scored; none where each token has its own.
+    pub pool: Option<IndexPool>,
+}
+
+/// How index keys are pooled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IndexPool {
+    /// Tokens of a pool.
+    pub size: usize,
+    /// The tokens behind the last complete pool that a row sees are always selected.
+    pub always_tail: bool,
+}
+
+impl IndexerConfig {
+    /// Tokens of a key.
+    pub fn pool_size(&self) -> usize {
+        self.pool.map_or(1, |pool| pool.size)
+    }
+
+    /// Tokens that a row selects at most.
+    pub fn selected_width(&self) -> usize {
+        let tail = self.pool.filter(|pool| pool.always_tail);
+        self.topk + tail.map_or(0, |pool| pool.size - 1)
+    }
 }
 
 /// The MLP of one layer.
@@ -264,6 +341,19 @@ impl ModelConfig {
         }
     }
 
+    /// Refuses what cannot be run as a whole.
+    ///
+    /// # Errors
+    /// [`InputError::LayersOnly`].
+    pub fn check_whole(&self) -> Result<(), InputError> {
+        match self.family.layers_only {
+            None => Ok(()),
+            Some(because) => {
+                Err(InputError::LayersOnly { model_type: self.family.model_type, because })
+            }
+        }
+    }
+
     /// The layer `layer`, where there is one.
     pub fn layer(&self, layer: usize) -> Option<&LayerConfig> {
         self.layers.get(layer)
@@ -277,6 +367,11 @@ impl ModelConfig {
 
     fn from_fields(fields: Fields<'_>) -> Result<Self, ConfigError> {
         let family = find_family(fields)?;
+        // What describes the text model of several may stand in an object of its own.
+        let inner = fields.object(TEXT)?.filter(|_| family.layers_only.is_some());
+        let path = fields.name(TEXT);
+        let fields = inner.map_or(fields, |inner| fields.inner(inner, &path));
+        let fields = fields.renaming(family.renamed);
         if let Some(activation) = fields.text("hidden_act")?
             && activation != "silu"
         {
@@ -286,11 +381,16 @@ impl ModelConfig {
         let vocab_size = fields.size("vocab_size", 1, MAX_COUNT)?;
         let count = fields.size("num_hidden_layers", 1, MAX_LAYERS)?;
         let attention = attention(fields, &family, hidden_size)?;
+        let kinds = layers::kinds(fields, &family, count)?;
+        let indexers = layers::indexers(fields, &family, (&kinds, attention.qk_rope_head_dim))?;
         let layers: Vec<LayerConfig> = mlp::layers(fields, &family, count)?
             .into_iter()
-            .map(|mlp| LayerConfig { attention: attention.clone(), mlp })
+            .zip(kinds.into_iter().zip(indexers))
+            .map(|(mlp, (kind, indexer))| {
+                let attention = AttentionConfig { indexer, ..attention.clone() };
+                LayerConfig { kind, attention, mlp }
+            })
             .collect();
-        check_layer_types(fields, &family, count)?;
         let scaling = scaling(fields, &family, hidden_size, count)?;
         Ok(Self {
             hidden_size,
@@ -370,13 +470,16 @@ fn attention(
         None => return Err(fields.missing("v_head_dim", "a positive integer")),
         Some(width) => width,
     };
-    let rope = rope_parameters(fields)?;
+    let rope = (!family.unrotated).then(|| rope_parameters(fields)).transpose()?;
     let eps = match family.latent_eps {
         LatentEps::Fixed(eps) => eps,
         LatentEps::Config => rms_norm_eps(fields, family)?,
     };
-    let scale_rope = (family.scale == ScaleRule::Mscale).then_some(&rope);
-    let rank = Some(family.defaults.query_rank);
+    if fields.has("mla_use_nope") && fields.flag("mla_use_nope", false)? != family.unrotated {
+        return Err(fields.unsupported("mla_use_nope", family.unrotated.to_string()));
+    }
+    let scale_rope = rope.as_ref().filter(|_| family.scale == ScaleRule::Mscale);
+    let rank = family.defaults.query_rank;
     Ok(AttentionConfig {
         heads,
         query_rank: match fields.size_or("q_lora_rank", rank, (1, MAX_HEAD_WIDTH))? {
@@ -396,30 +499,14 @@ fn attention(
             RotaryRule::PairUnless(key) if fields.flag(key, true)? => Rotary::Pair,
             RotaryRule::PairUnless(_) => Rotary::Half,
         },
-        rope: (rope_width > 0).then_some(rope),
+        rope: rope.filter(|_| rope_width > 0),
         window: None,
-        gate: family.gate,
-        indexer: indexer(fields, family, rope_width)?,
+        gate: match fields.flag("mla_use_output_gate", false)? {
+            true => Some(GateKind::ByTensor),
+            false => family.gate,
+        },
+        indexer: None,
     })
-}
-
-fn indexer(
-    fields: Fields<'_>,
-    family: &Family,
-    rope_width: usize,
-) -> Result<Option<IndexerConfig>, ConfigError> {
-    let Some(rule) = family.indexer else { return Ok(None) };
-    let head_dim = fields.size("index_head_dim", 1, MAX_HEAD_WIDTH)?;
-    if head_dim < rope_width {
-        return Err(fields.invalid("index_head_dim", format!("at least {rope_width} (rope part)")));
-    }
-    Ok(Some(IndexerConfig {
-        heads: fields.size("index_n_heads", 1, MAX_HEAD_WIDTH)?,
-        head_dim,
-        topk: fields.size("index_topk", 1, MAX_COUNT)?,
-        rotary: rule.rotary,
-        key_norm_eps: rule.key_norm_eps,
-    }))
 }
 
 /// Factors of the embeddings, of the residual branches and of the logits.
@@ -442,25 +529,6 @@ fn scaling(
             ])
         }
     }
-}
-
-/// Newer files name each layer's kind of attention; only kinds that mean latent attention with the
-/// family's own selection can be run.
-fn check_layer_types(
-    fields: Fields<'_>,
-    family: &Family,
-    layers: usize,
-) -> Result<(), ConfigError> {
-    const KNOWN: [&str; 3] = ["full_attention", "indexed_attention", "deepseek_sparse_attention"];
-    let known = if family.indexer.is_some() { &KNOWN[..] } else { &KNOWN[..1] };
-    let Some(types) = fields.array("layer_types")? else { return Ok(()) };
-    if types.len() != layers {
-        return Err(fields.invalid("layer_types", format!("an array of {layers} strings")));
-    }
-    if types.iter().any(|kind| !kind.as_str().is_some_and(|kind| known.contains(&kind))) {
-        return Err(fields.unsupported("layer_types", known.join(", ")));
-    }
-    Ok(())
 }
 
 fn rms_norm_eps(fields: Fields<'_>, family: &Family) -> Result<f64, ConfigError> {

@@ -1,14 +1,13 @@
-//! One attention layer of a checkpoint on rows from outside: on a device through the paged cache, or in f64.
+//! One attention layer of a checkpoint on rows from outside: what goes in, and the run in f64.
 
-use mlakit::{Buffer, Category, Element, Error, Lane, PoolView, RecordFormat, Stream};
-use mlakit_serve::{
-    CacheSpec, Capacity, KvPool, LayerCache, MlaDevice, MlaLayer, StepInputs, Workspace,
-};
+use mlakit::RecordLayout;
+use mlakit_serve::CacheSpec;
 
-use super::attention::{Deployment, attention_layer};
 use super::error::DecodeError;
 use crate::config::AttentionConfig;
-use crate::{AttentionReference, AttentionWeights, Form, LatentCache, Selection, Sequence};
+use crate::{
+    AttentionReference, AttentionWeights, Form, Keys, LatentCache, Selected, Selection, Sequence,
+};
 
 /// How a layer is run.
 #[derive(Clone, Copy, Debug)]
@@ -37,17 +36,19 @@ pub struct LayerInput {
 pub struct LayerOutput {
     /// `[rows, hidden]`, after the output projection.
     pub attn_out: Vec<f32>,
+    /// The keys that each row attended to, where the layer is sparse or they were given.
+    pub topk: Option<Selected>,
 }
 
 /// The rows of one step of one sequence.
 #[derive(Clone, Copy, Debug)]
-struct Piece {
-    sequence: usize,
+pub(super) struct Piece {
+    pub(super) sequence: usize,
     /// The first row among all.
-    row: usize,
+    pub(super) row: usize,
     /// Tokens that the sequence has cached before.
-    cached: usize,
-    rows: usize,
+    pub(super) cached: usize,
+    pub(super) rows: usize,
 }
 
 impl LayerInput {
@@ -59,6 +60,22 @@ impl LayerInput {
     /// Entries of a row of `topk`.
     pub fn topk_width(&self) -> Option<usize> {
         self.topk.as_ref().map(|topk| topk.len() / self.rows().max(1))
+    }
+
+    /// `topk`, ascending in each row, each key once, those that a window of `window` keys hides left out, -1 after the last.
+    pub(super) fn selected(&self, window: Option<usize>) -> Option<Selected> {
+        let width = self.topk_width()?.max(1);
+        let mut keys = self.topk.clone()?;
+        let own = self.lengths().flat_map(|length| 0..length as i32);
+        for (row, own) in keys.chunks_exact_mut(width).zip(own) {
+            let oldest = window.map_or(0, |window| (own + 1 - window as i32).max(0));
+            let mut used: Vec<i32> = row.iter().copied().filter(|key| *key >= oldest).collect();
+            used.sort_unstable();
+            used.dedup();
+            row.fill(-1);
+            row[..used.len()].copy_from_slice(&used);
+        }
+        Some(Selected { keys, width })
     }
 
     /// Checks offsets, shapes, positions, and that each selected key is one that the row sees.
@@ -107,7 +124,7 @@ impl LayerInput {
     }
 
     /// The steps, each with the sequences that still have rows.
-    fn steps(&self, chunk: Option<usize>) -> Vec<Vec<Piece>> {
+    pub(super) fn steps(&self, chunk: Option<usize>) -> Vec<Vec<Piece>> {
         let chunk = chunk.unwrap_or(usize::MAX).max(1);
         let mut steps: Vec<Vec<Piece>> = Vec::new();
         for (sequence, bounds) in self.q_offsets.windows(2).enumerate() {
@@ -128,30 +145,35 @@ impl LayerInput {
         steps
     }
 
-    fn first_position(&self, sequence: usize) -> i32 {
+    pub(super) fn first_position(&self, sequence: usize) -> i32 {
         self.first_position.as_ref().map_or(0, |first| first[sequence])
     }
 
-    fn lengths(&self) -> impl Iterator<Item = usize> + '_ {
+    pub(super) fn lengths(&self) -> impl Iterator<Item = usize> + '_ {
         self.q_offsets.windows(2).map(|bounds| (bounds[1] - bounds[0]) as usize)
     }
 }
 
-/// Runs the layer in f64, over what a cache of `record` holds of each token
+/// Runs the layer in f64, over what caches of the options' formats hold of each token
 /// ([`AttentionReference::storing`]).
 ///
 /// # Errors
-/// As [`LayerInput::check`].
+/// As [`LayerInput::check`]; formats that cannot store such a token; no selection for a layer that shares one.
 pub fn run_layer_f64(
     (config, weights): (&AttentionConfig, &AttentionWeights<'_>),
     input: &LayerInput,
-    (record, chunk): (RecordFormat, Option<usize>),
+    options: LayerOptions,
 ) -> Result<LayerOutput, DecodeError> {
-    let reference = AttentionReference::new(config, weights).storing(record);
+    let LayerOptions { cache, chunk } = options;
+    check_records(config, cache)?;
+    let reference =
+        AttentionReference::new(config, weights).storing(cache.record, cache.index_record);
     let hidden = reference.hidden_size();
     input.check(hidden)?;
+    let given = input.selected(config.window);
     let mut caches = vec![LatentCache::default(); input.q_offsets.len() - 1];
     let mut attn_out = vec![0.0; input.rows() * hidden];
+    let mut topk = given.clone();
     for piece in input.steps(chunk).into_iter().flatten() {
         let rows = piece.row..piece.row + piece.rows;
         let x: Vec<f64> = input.hidden[rows.start * hidden..rows.end * hidden]
@@ -161,221 +183,34 @@ pub fn run_layer_f64(
         let first_position = input.first_position(piece.sequence) as usize;
         let cache = &mut caches[piece.sequence];
         let mut sequence = [Sequence { rows: piece.rows, first_position, cache }];
-        let selection = input.topk.as_ref().map(|topk| {
-            let width = topk.len() / input.rows();
-            Selection { keys: &topk[rows.start * width..rows.end * width], width }
-        });
+        let keys = match &given {
+            Some(Selected { keys, width }) => Keys::Given(Selection {
+                keys: &keys[rows.start * width..rows.end * width],
+                width: *width,
+            }),
+            None => Keys::Own,
+        };
         let output =
-            reference.run(&x, &mut sequence, selection, Form::Naive).map_err(crate::Error::from)?;
+            reference.run(&x, &mut sequence, keys, Form::Naive).map_err(crate::Error::from)?;
         let to = &mut attn_out[rows.start * hidden..rows.end * hidden];
         to.iter_mut().zip(&output.hidden).for_each(|(to, value)| *to = *value as f32);
-    }
-    Ok(LayerOutput { attn_out })
-}
-
-/// Runs the layer on a device: BF16 weights and latents, F32 rows and F32 in between.
-///
-/// With `topk` every row is a request of its own over pages of one token, so that dense attention reads the selected keys and no others.
-///
-/// # Errors
-/// As [`LayerInput::check`] and [`MlaLayer::new`]; no memory.
-pub fn run_layer<D: MlaDevice>(
-    stream: &mut Stream<'_, D>,
-    (config, weights): (&AttentionConfig, &AttentionWeights<'_>),
-    input: &LayerInput,
-    options: LayerOptions,
-) -> Result<LayerOutput, DecodeError> {
-    let hidden = weights.kv_down.weight.shape()[1];
-    input.check(hidden)?;
-    let steps = input.steps(options.chunk);
-    let mut run = Running::new(stream, (config, weights), (input, hidden), &steps, options)?;
-    let mut attn_out = vec![0.0; input.rows() * hidden];
-    for pieces in &steps {
-        let out = run.step(stream, pieces)?;
-        let mut taken = 0;
-        for piece in pieces {
-            let elements = piece.rows * hidden;
-            attn_out[piece.row * hidden..][..elements].copy_from_slice(&out[taken..][..elements]);
-            taken += elements;
+        if let Some(selected) = output.selected {
+            let width = selected.width;
+            let all = topk
+                .get_or_insert_with(|| Selected { keys: vec![-1; input.rows() * width], width });
+            all.keys[rows.start * width..rows.end * width].copy_from_slice(&selected.keys);
         }
     }
-    Ok(LayerOutput { attn_out })
+    Ok(LayerOutput { attn_out, topk })
 }
 
-struct Running<'r, D: MlaDevice> {
-    input: &'r LayerInput,
-    hidden: usize,
-    table_width: usize,
-    sequences: Vec<Vec<i32>>,
-    layer: MlaLayer<D>,
-    workspace: Workspace<D>,
-    lane: Lane<D>,
-    view: PoolView<D>,
-    pool: KvPool<D>,
-    kv_scale: Option<Buffer<f32, D>>,
-}
-
-impl<'r, D: MlaDevice> Running<'r, D> {
-    fn new(
-        stream: &mut Stream<'_, D>,
-        pair: (&AttentionConfig, &AttentionWeights<'_>),
-        (input, hidden): (&'r LayerInput, usize),
-        steps: &[Vec<Piece>],
-        options: LayerOptions,
-    ) -> Result<Self, DecodeError> {
-        let device = stream.device().clone();
-        let selected = input.topk_width();
-        let mut cache = options.cache;
-        if selected.is_some() {
-            cache.page_size = 1;
-        }
-        let rows_of = |pieces: &Vec<Piece>| pieces.iter().map(|piece| piece.rows).sum();
-        let rows: usize = steps.iter().map(rows_of).max().unwrap_or(1);
-        let longest = input.lengths().max().unwrap_or(1).max(1);
-        let table_width = selected.unwrap_or(longest.div_ceil(cache.page_size));
-        let batch = if selected.is_some() { rows } else { steps[0].len() };
-        let kv_tokens = selected.unwrap_or(longest);
-        let capacity = Capacity { rows, batch, kv_tokens, table_width };
-        let deployment = Deployment { cache, capacity, decode_rows: rows };
-        let layer = attention_layer(&device, "layer", pair, &deployment)?;
-        let pages: usize = input.lengths().map(|length| length.div_ceil(cache.page_size)).sum();
-        let geometry = layer.spec().pages();
-        let mut pool = KvPool::new(&device, 1, geometry, pages + 1)?;
-        let mut sequences = vec![Vec::new(); input.q_offsets.len() - 1];
-        for (sequence, length) in sequences.iter_mut().zip(input.lengths()) {
-            pool.grow(sequence, length)?;
-        }
-        let mut view = PoolView::new(&device, "view", geometry)?;
-        view.bind(stream, pool.layer(0))?;
-        let scale = cache
-            .record
-            .is_scaled()
-            .then(|| Buffer::new(&device, (Category::Weights, "kv_scale"), &[1.0]))
-            .transpose()?;
-        Ok(Self {
-            input,
-            hidden,
-            table_width,
-            sequences,
-            workspace: Workspace::new(&device, layer.spec())?,
-            lane: Lane::new(&device, "lane", &[layer.scratch_bytes()])?,
-            layer,
-            view,
-            pool,
-            kv_scale: scale,
-        })
+/// Checks that the cache formats can store the layer's tokens.
+fn check_records(config: &AttentionConfig, cache: CacheSpec) -> Result<(), DecodeError> {
+    let (latent, rope) = (config.kv_lora_rank, config.qk_rope_head_dim);
+    cache.record.check_parts(latent, rope)?;
+    RecordLayout::of(cache.record, latent, rope).check(cache.page_size)?;
+    if let Some(indexer) = config.own_indexer() {
+        RecordLayout::of(cache.index_record, indexer.head_dim, 0).check(cache.page_size)?;
     }
-
-    fn step(
-        &mut self,
-        stream: &mut Stream<'_, D>,
-        pieces: &[Piece],
-    ) -> Result<Vec<f32>, DecodeError> {
-        let device = stream.device().clone();
-        let host = self.host(pieces);
-        let rows = host.positions.len();
-        let tensors = StepTensors::new(&device, &host)?;
-        let out = tensor::<f32, D>(&device, &vec![0.0; rows * self.hidden])?;
-        let scale = self.kv_scale.as_ref().map(|scale| (&scale.lease()).into());
-        self.layer.step(
-            stream,
-            LayerCache { read: self.view.lease(), write: self.view.lease_mut() },
-            tensors.inputs(scale),
-            (&self.workspace, &self.lane),
-            (&out.lease()).into(),
-        )?;
-        stream.wait()?;
-        Ok(out.read()?)
-    }
-
-    fn host(&self, pieces: &[Piece]) -> StepHost {
-        let mut host = StepHost { q_offsets: vec![0], ..StepHost::default() };
-        for piece in pieces {
-            let pages = &self.sequences[piece.sequence];
-            let first = self.input.first_position(piece.sequence);
-            let rows = piece.row * self.hidden..(piece.row + piece.rows) * self.hidden;
-            host.hidden.extend(&self.input.hidden[rows]);
-            for at in piece.cached..piece.cached + piece.rows {
-                host.positions.push(first + at as i32);
-                host.slots.push(self.pool.slot(pages, at));
-            }
-            match &self.input.topk {
-                None => self.push_request(&mut host, pages, piece),
-                Some(topk) => self.push_selected(&mut host, pages, (piece, topk)),
-            }
-        }
-        host
-    }
-
-    fn push_request(&self, host: &mut StepHost, pages: &[i32], piece: &Piece) {
-        let begin = host.page_table.len();
-        host.page_table.extend_from_slice(pages);
-        host.page_table.resize(begin + self.table_width, -1);
-        host.kv_lens.push((piece.cached + piece.rows) as i32);
-        host.q_offsets.push(host.positions.len() as i32);
-    }
-
-    /// A row's page table is its selection: pages of one token, in ascending order.
-    fn push_selected(&self, host: &mut StepHost, pages: &[i32], (piece, topk): (&Piece, &[i32])) {
-        let width = self.table_width;
-        for row in piece.row..piece.row + piece.rows {
-            let mut keys: Vec<i32> =
-                topk[row * width..][..width].iter().copied().filter(|key| *key >= 0).collect();
-            keys.sort_unstable();
-            keys.dedup();
-            let begin = host.page_table.len();
-            host.page_table.extend(keys.iter().map(|key| pages[*key as usize]));
-            host.page_table.resize(begin + width, -1);
-            host.kv_lens.push(keys.len() as i32);
-            host.q_offsets.push(host.q_offsets.len() as i32);
-        }
-    }
-}
-
-#[derive(Default)]
-struct StepHost {
-    hidden: Vec<f32>,
-    positions: Vec<i32>,
-    slots: Vec<i64>,
-    page_table: Vec<i32>,
-    kv_lens: Vec<i32>,
-    q_offsets: Vec<i32>,
-}
-
-struct StepTensors<D: MlaDevice> {
-    hidden: Buffer<f32, D>,
-    positions: Buffer<i32, D>,
-    slots: Buffer<i64, D>,
-    page_table: Buffer<i32, D>,
-    kv_lens: Buffer<i32, D>,
-    q_offsets: Buffer<i32, D>,
-}
-
-impl<D: MlaDevice> StepTensors<D> {
-    fn new(device: &D, host: &StepHost) -> Result<Self, Error> {
-        Ok(Self {
-            hidden: tensor(device, &host.hidden)?,
-            positions: tensor(device, &host.positions)?,
-            slots: tensor(device, &host.slots)?,
-            page_table: tensor(device, &host.page_table)?,
-            kv_lens: tensor(device, &host.kv_lens)?,
-            q_offsets: tensor(device, &host.q_offsets)?,
-        })
-    }
-
-    fn inputs(&self, kv_scale: Option<mlakit::Input<'static, f32, D>>) -> StepInputs<D> {
-        StepInputs {
-            hidden: (&self.hidden.lease()).into(),
-            positions: (&self.positions.lease()).into(),
-            slots: (&self.slots.lease()).into(),
-            page_table: (&self.page_table.lease()).into(),
-            kv_lens: (&self.kv_lens.lease()).into(),
-            q_offsets: (&self.q_offsets.lease()).into(),
-            kv_scale,
-        }
-    }
-}
-
-fn tensor<T: Element, D: MlaDevice>(device: &D, values: &[T::Raw]) -> Result<Buffer<T, D>, Error> {
-    Buffer::new(device, (Category::Tensors, "layer inputs"), values)
+    Ok(())
 }

@@ -306,7 +306,7 @@ fn activation<D: MlpDevice>(
     rows: usize,
 ) -> Result<Prepared<Activation, D>, Error> {
     let (input, output, kind) = (Float::F32, Float::F32, ActivationKind::Silu);
-    let fields = ActivationFields { width, max_rows: rows, input, output, kind };
+    let fields = ActivationFields { width, gate_span: None, max_rows: rows, input, output, kind };
     prepare(device, ActivationSpec::new(fields)?)
 }
 
@@ -336,6 +336,7 @@ fn activate<D: MlpDevice, R: Runner<'static, D>>(
 ) -> Result<(), Error> {
     let args = ActivationArgs {
         x: FloatInput::F32(wide.into()),
+        gate: None,
         y: FloatOutput::F32(active.into()),
         scratch: lane.lease(),
     };

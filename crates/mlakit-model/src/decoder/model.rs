@@ -11,7 +11,7 @@ use mlakit::{
     Buffer, Category, Error, Input, Lane, Lease, Name, Output, PageGeometry, Prepared, Runner, Runs,
 };
 use mlakit_serve::layer::prepare;
-use mlakit_serve::{LayerCache, MlaDevice, MlaLayer, StepInputs, Workspace};
+use mlakit_serve::{KeyRule, LayerCache, MlaDevice, MlaLayer, StepInputs, StepKeys, Workspace};
 
 use super::attention::{Deployment, attention_layer};
 use super::error::DecodeError;
@@ -38,6 +38,8 @@ pub struct StepOperands<D> {
     pub kv_lens: Input<'static, i32, D>,
     /// `[batch + 1]`.
     pub q_offsets: Input<'static, i32, D>,
+    /// What sparse layers need beside.
+    pub keys: StepKeys<D>,
     /// The rows whose logits are wanted.
     pub wanted_rows: Input<'static, i32, D>,
 }
@@ -103,15 +105,18 @@ impl<D: DecoderDevice> Decoder<D> {
         deployment: &Deployment,
         wanted_rows: usize,
     ) -> Result<Self, DecodeError> {
+        config.check_whole().map_err(crate::Error::from)?;
         refuse_scaled_streams(config)?;
         device.census().enter("load");
         let weights = checkpoint.model(config)?;
         let up = Upload { device, owner: "model".to_string() };
         let (hidden, vocab) = (config.hidden_size, config.vocab_size);
         let rows = deployment.capacity.rows;
-        let mut layers = Vec::with_capacity(config.layers.len());
+        let mut layers: Vec<Layer<D>> = Vec::with_capacity(config.layers.len());
         for index in 0..config.layers.len() {
-            layers.push(layer(device, (config, checkpoint, index), deployment)?);
+            let before = layers.last().map(|layer| layer.attention.spec().keys.shared());
+            let rules = (deployment, before.unwrap_or(KeyRule::All));
+            layers.push(layer(device, (config, checkpoint, index), rules)?);
         }
         let tied = config.tie_word_embeddings
             && weights.head.bytes().as_ptr() == weights.embedding.bytes().as_ptr();
@@ -130,7 +135,9 @@ impl<D: DecoderDevice> Decoder<D> {
             .chain([project.plan().scratch_bytes()])
             .collect::<Vec<_>>();
         let scaled = deployment.cache.record.is_scaled();
-        let shape = layers.first().map(|layer| layer.attention.spec().clone());
+        // The tensors of a layer with an indexer are enough for one without.
+        let indexed = layers.iter().find(|layer| layer.attention.indexer().is_some());
+        let shape = indexed.or(layers.first()).map(|layer| layer.attention.spec().clone());
         let shape = shape.ok_or_else(|| Error::contract("layers", "at least one", "none"))?;
         let mlps = config.layers.iter().map(|layer| &layer.mlp);
         Ok(Self {
@@ -195,6 +202,17 @@ impl<D: DecoderDevice> Decoder<D> {
         self.layers[0].attention.spec().pages()
     }
 
+    /// The pages of its index keys, layer by layer; nothing for a layer without an indexer.
+    pub fn index_pages(&self) -> impl Iterator<Item = Option<PageGeometry>> + '_ {
+        self.layers.iter().map(|layer| layer.attention.spec().index_pages())
+    }
+
+    /// Keys that every indexer selects for a row at least, where it sees as many; nothing without an indexer.
+    pub fn topk(&self) -> Option<usize> {
+        let indexers = self.layers.iter().filter_map(|layer| layer.attention.indexer());
+        indexers.map(|indexer| indexer.spec().topk).min()
+    }
+
     /// Layers.
     pub fn layers(&self) -> usize {
         self.layers.len()
@@ -219,6 +237,7 @@ impl<D: DecoderDevice> Decoder<D> {
             kv_lens: inputs.kv_lens.clone(),
             q_offsets: inputs.q_offsets.clone(),
             kv_scale: self.kv_scale.as_ref().map(|scale| (&scale.lease()).into()),
+            keys: inputs.keys.clone(),
         }
     }
 
@@ -294,7 +313,7 @@ impl<D: DecoderDevice> Tensors<D> {
 fn layer<D: DecoderDevice>(
     device: &D,
     (config, checkpoint, index): (&ModelConfig, &Checkpoint, usize),
-    deployment: &Deployment,
+    (deployment, sharing): (&Deployment, KeyRule),
 ) -> Result<Layer<D>, DecodeError> {
     let weights = checkpoint.layer(config, index)?;
     let shape = &config.layers[index];
@@ -304,7 +323,7 @@ fn layer<D: DecoderDevice>(
     let sizes = (config.hidden_size, deployment.capacity.rows);
     Ok(Layer {
         attention_norm: up.vector("attention norm", &weights.attention_norm)?,
-        attention: attention_layer(device, &owner, pair, deployment)?,
+        attention: attention_layer(device, &owner, pair, (deployment, sharing))?,
         mlp_norm: up.vector("mlp norm", &weights.mlp_norm)?,
         mlp: Mlp::new(&up, (&shape.mlp, &weights.mlp), sizes)?,
     })

@@ -13,12 +13,12 @@
 //!
 //! Rows of `kv_b_proj` are, in each head, UK and then UV. The forms are equal in exact arithmetic.
 
-use half::bf16;
-use mlakit::{E4m3, RecordFormat};
+use mlakit::{RecordFormat, RecordLayout};
 
+use super::indexer::{IndexRows, IndexerReference, Selected, rotate, stored};
 use super::math::{Matrix, add_scaled, dot, for_blocks, rms_norm, sigmoid, softmax};
 use crate::checkpoint::{AttentionWeights, LinearWeights, QueryWeights, Weight};
-use crate::config::{AttentionConfig, GateKind, Rotary};
+use crate::config::{AttentionConfig, LayerIndexer};
 use crate::error::InputError;
 use crate::rope::RopeTable;
 
@@ -39,6 +39,10 @@ pub struct LatentCache {
     pub latent: Vec<f64>,
     /// Rotated shared keys [tokens, qk_rope_head_dim]; pairs stay where they are.
     pub rope_key: Vec<f64>,
+    /// Index keys [tokens, index width], rotated, not pooled; none without an indexer.
+    pub index_key: Vec<f64>,
+    /// Gates of index keys [tokens, index width]; none where keys are not pooled.
+    pub index_gate: Vec<f64>,
     /// Cached tokens.
     pub len_tokens: usize,
 }
@@ -52,6 +56,18 @@ pub struct Sequence<'a> {
     pub first_position: usize,
     /// Its cache.
     pub cache: &'a mut LatentCache,
+}
+
+/// Which keys rows attend to, of those that they see.
+#[derive(Clone, Copy, Debug, Default)]
+pub enum Keys<'a> {
+    /// What the layer's own indexer selects; all where it has none.
+    #[default]
+    Own,
+    /// All.
+    All,
+    /// These.
+    Given(Selection<'a>),
 }
 
 /// Keys given from outside, row by row.
@@ -73,6 +89,8 @@ pub struct AttentionOutput {
     pub heads: Vec<f64>,
     /// Natural logarithm of the sum of exponentials [rows, heads]; -inf where no key is visible.
     pub lse: Vec<f64>,
+    /// What the layer's own indexer selected, where it was asked.
+    pub selected: Option<Selected>,
 }
 
 /// One attention layer, its weights widened to f64.
@@ -86,6 +104,7 @@ pub struct AttentionReference {
     kv_up: Matrix,
     output: Matrix,
     gate: Option<Matrix>,
+    indexer: Option<IndexerReference>,
     record: RecordFormat,
 }
 
@@ -102,14 +121,10 @@ struct Rows<'a> {
     cached: usize,
 }
 
-/// What an E4M3 cache of scale 1 holds of a number, which comes to it in BF16.
-fn dequantised(value: f64) -> f64 {
-    f64::from(E4m3::decode(E4m3::encode(bf16::from_f64(value).to_f32())))
-}
-
 impl AttentionReference {
     /// The layer that `config` describes and `weights` holds.
     pub fn new(config: &AttentionConfig, weights: &AttentionWeights<'_>) -> Self {
+        let qk_rope_head_dim = config.qk_rope_head_dim;
         let query = match &weights.query {
             QueryWeights::Direct(weight) => Query::Direct(matrix(weight)),
             QueryWeights::LowRank { down, norm, up } => {
@@ -125,14 +140,20 @@ impl AttentionReference {
             kv_up: matrix(&weights.kv_up),
             output: linear(&weights.output),
             gate: weights.gate.as_ref().map(matrix),
+            indexer: config
+                .own_indexer()
+                .zip(weights.indexer.as_ref())
+                .map(|(config, weights)| IndexerReference::new(&config, weights, qk_rope_head_dim)),
             record: RecordFormat::Bf16,
         }
     }
 
-    /// The same over what a cache of this format and scale 1 holds of each token: an `e4m3` one its
-    /// dequantised bytes. A `bf16` one is taken to be exact: it keeps f64.
-    pub fn storing(self, record: RecordFormat) -> Self {
-        Self { record, ..self }
+    /// The same over what caches of these formats and scale 1 hold of each token: its dequantised
+    /// bytes. `bf16` and `index_bf16_256` ones are taken to be exact: they keep f64. Index queries
+    /// are rounded as index keys are. A format must be able to store such a token.
+    pub fn storing(self, record: RecordFormat, index_record: RecordFormat) -> Self {
+        let indexer = self.indexer.map(|indexer| indexer.storing(index_record));
+        Self { record, indexer, ..self }
     }
 
     /// The configuration.
@@ -156,56 +177,84 @@ impl AttentionReference {
         Ok(())
     }
 
-    /// Attention of the packed rows `hidden` [rows, hidden] of `sequences`, each row over the keys
-    /// of its own sequence up to itself, or, of these, over those that `selection` lists.
+    /// Attention of the packed rows `hidden` [rows, hidden] of `sequences`, each row over `keys` of
+    /// its own sequence up to itself.
     ///
     /// # Errors
-    /// [`InputError::Shape`] for an input, cache or selection of another length.
+    /// [`InputError::Shape`] for an input, cache or selection of another length;
+    /// [`InputError::SharedSelection`] for a layer that shares a selection and is given none. The
+    /// caches are unchanged then.
     pub fn run(
         &self,
         hidden: &[f64],
         sequences: &mut [Sequence<'_>],
-        selection: Option<Selection<'_>>,
+        keys: Keys<'_>,
         form: Form,
     ) -> Result<AttentionOutput, InputError> {
         let rows: usize = sequences.iter().map(|sequence| sequence.rows).sum();
         self.check_rows(hidden, rows)?;
-        if let Some(selection) = selection {
-            check("selection", rows.saturating_mul(selection.width), selection.keys.len())?;
-        }
+        self.check_keys(rows, keys)?;
         for sequence in sequences.iter() {
             self.check_cache(sequence.cache)?;
         }
         let width = self.config.v_head_dim + 1;
         let mut results = Vec::with_capacity(rows * self.config.heads * width);
+        let mut own: Option<Selected> = None;
         let mut first_row = 0;
         for sequence in sequences {
             let end = first_row + sequence.rows;
             let x = &hidden[first_row * self.hidden_size()..end * self.hidden_size()];
             let cached = sequence.cache.len_tokens;
             self.extend(x, sequence);
-            let query = self.queries(x, sequence.first_position + cached);
-            let rows = Rows { query: &query, first_row, cached };
+            let first_position = sequence.first_position + cached;
+            let latent = self.query_latent(x);
+            let query = self.queries(&latent, first_position);
+            let index = IndexRows { hidden: x, query_latent: &latent, cached, first_position };
+            let selected = self.select(&index, sequence.cache, keys);
+            let (selection, first) = match (&selected, keys) {
+                (Some(selected), _) => (Some(selected.view()), 0),
+                (None, Keys::Given(selection)) => (Some(selection), first_row),
+                (None, _) => (None, 0),
+            };
+            let rows = Rows { query: &query, first_row: first, cached };
             results.extend(self.attend(&rows, sequence.cache, selection, form));
+            own = append(own, selected);
             first_row = end;
         }
-        Ok(self.finish(hidden, &results))
+        Ok(self.finish(hidden, &results, own))
+    }
+
+    /// What the layer's own indexer selects, where it is asked.
+    fn select(
+        &self,
+        rows: &IndexRows<'_>,
+        cache: &LatentCache,
+        keys: Keys<'_>,
+    ) -> Option<Selected> {
+        let indexer = self.indexer.as_ref().filter(|_| matches!(keys, Keys::Own))?;
+        Some(indexer.select(rows, (self.rope.as_ref(), cache)))
     }
 
     /// Splits the results of heads into values and LSE, gates and projects them.
-    fn finish(&self, hidden: &[f64], results: &[f64]) -> AttentionOutput {
+    fn finish(
+        &self,
+        hidden: &[f64],
+        results: &[f64],
+        selected: Option<Selected>,
+    ) -> AttentionOutput {
         let v = self.config.v_head_dim;
         let heads: Vec<f64> = results.chunks_exact(v + 1).flat_map(|r| &r[..v]).copied().collect();
         let lse = results.chunks_exact(v + 1).map(|result| result[v]).collect();
-        let gated = match (&self.gate, self.config.gate) {
-            (Some(gate), Some(kind)) => {
-                let span = if kind == GateKind::PerHead { v } else { 1 };
+        let gated = match &self.gate {
+            Some(gate) => {
+                // One factor an element, or one a head.
+                let span = self.config.heads * v / gate.rows();
                 let gates = gate.apply(hidden);
                 heads.iter().enumerate().map(|(i, o)| o * sigmoid(gates[i / span])).collect()
             }
-            _ => heads.clone(),
+            None => heads.clone(),
         };
-        AttentionOutput { hidden: self.output.apply(&gated), heads, lse }
+        AttentionOutput { hidden: self.output.apply(&gated), heads, lse, selected }
     }
 
     /// Appends the rows' latents and rotated rope keys to the cache.
@@ -216,25 +265,32 @@ impl AttentionReference {
             let (token_latent, token_key) = token.split_at_mut(latent);
             rms_norm(token_latent, &self.kv_norm, self.config.kv_eps);
             self.rotate(token_key, first + row);
-            if self.record == RecordFormat::E4m3 {
-                token_latent.iter_mut().chain(&mut *token_key).for_each(|v| *v = dequantised(*v));
+            if self.record != RecordFormat::Bf16 {
+                let layout = RecordLayout::of(self.record, latent, rope);
+                stored(layout, token);
             }
+            let (token_latent, token_key) = token.split_at(latent);
             sequence.cache.latent.extend_from_slice(token_latent);
             sequence.cache.rope_key.extend_from_slice(token_key);
+        }
+        if let Some(indexer) = &self.indexer {
+            indexer.extend(x, first, (self.rope.as_ref(), sequence.cache));
         }
         sequence.cache.len_tokens += sequence.rows;
     }
 
+    /// What queries are projected from: the normed query latent, or the input itself.
+    fn query_latent(&self, x: &[f64]) -> Vec<f64> {
+        let Query::LowRank { down, norm, .. } = &self.query else { return x.to_vec() };
+        let mut latent = down.apply(x);
+        rms_norm(&mut latent, norm, self.config.query_eps);
+        latent
+    }
+
     /// Queries [rows, heads, qk width], their rope parts rotated.
-    fn queries(&self, x: &[f64], first_position: usize) -> Vec<f64> {
-        let mut query = match &self.query {
-            Query::Direct(matrix) => matrix.apply(x),
-            Query::LowRank { down, norm, up } => {
-                let mut latent = down.apply(x);
-                rms_norm(&mut latent, norm, self.config.query_eps);
-                up.apply(&latent)
-            }
-        };
+    fn queries(&self, latent: &[f64], first_position: usize) -> Vec<f64> {
+        let (Query::Direct(up) | Query::LowRank { up, .. }) = &self.query;
+        let mut query = up.apply(latent);
         let width = self.config.qk_head_dim();
         for (index, head) in query.chunks_exact_mut(width).enumerate() {
             let position = first_position + index / self.config.heads;
@@ -245,17 +301,8 @@ impl AttentionReference {
 
     /// Rotates the pairs of a rope part in place.
     fn rotate(&self, part: &mut [f64], position: usize) {
-        let Some(table) = &self.rope else { return };
-        let pairs = part.len() / 2;
-        for pair in 0..pairs {
-            let (a, b) = match self.config.rotary {
-                Rotary::Pair => (2 * pair, 2 * pair + 1),
-                Rotary::Half => (pair, pair + pairs),
-            };
-            let (cos, sin) = table.cos_sin(position, pair);
-            let (x, y) = (part[a], part[b]);
-            part[a] = x * cos - y * sin;
-            part[b] = x * sin + y * cos;
+        if let Some(table) = &self.rope {
+            rotate(part, (position, table), self.config.rotary);
         }
     }
 
@@ -373,12 +420,36 @@ impl AttentionReference {
         check("hidden", rows.saturating_mul(self.hidden_size()), hidden.len())
     }
 
+    /// A given selection must have all rows, and one that is shared must be given.
+    pub(super) fn check_keys(&self, rows: usize, keys: Keys<'_>) -> Result<(), InputError> {
+        match (keys, self.config.indexer) {
+            (Keys::Given(selection), _) => {
+                check("selection", rows.saturating_mul(selection.width), selection.keys.len())
+            }
+            (Keys::Own, Some(LayerIndexer::Shared)) => Err(InputError::SharedSelection),
+            (Keys::Own | Keys::All, _) => Ok(()),
+        }
+    }
+
     pub(super) fn check_cache(&self, cache: &LatentCache) -> Result<(), InputError> {
         let tokens = cache.len_tokens;
         let elements = |width: usize| tokens.saturating_mul(width);
+        let (key, gate) = match &self.indexer {
+            Some(indexer) => (indexer.width(), indexer.gate_width()),
+            None => (0, 0),
+        };
+        check("cache index_key", elements(key), cache.index_key.len())?;
+        check("cache index_gate", elements(gate), cache.index_gate.len())?;
         check("cache latent", elements(self.config.kv_lora_rank), cache.latent.len())?;
         check("cache rope_key", elements(self.config.qk_rope_head_dim), cache.rope_key.len())
     }
+}
+
+/// Rows behind rows.
+fn append(first: Option<Selected>, more: Option<Selected>) -> Option<Selected> {
+    let Some(mut first) = first else { return more };
+    first.keys.extend(more.into_iter().flat_map(|more| more.keys));
+    Some(first)
 }
 
 /// A matrix without bias, in f64.

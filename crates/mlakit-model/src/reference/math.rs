@@ -107,6 +107,19 @@ pub(super) fn rms_norm(x: &mut [f64], gain: &[f64], eps: f64) {
     }
 }
 
+/// Takes the mean out of each row of `x`, divides it by its deviation, multiplies it by `gain` and
+/// adds `bias`.
+pub(super) fn layer_norm(x: &mut [f64], (gain, bias): (&[f64], &[f64]), eps: f64) {
+    for row in x.chunks_exact_mut(gain.len()) {
+        let mean = row.iter().sum::<f64>() / row.len() as f64;
+        row.iter_mut().for_each(|value| *value -= mean);
+        let scale = 1.0 / (dot(row, row) / row.len() as f64 + eps).sqrt();
+        for (value, (gain, bias)) in row.iter_mut().zip(gain.iter().zip(bias)) {
+            *value = *value * scale * gain + bias;
+        }
+    }
+}
+
 pub(super) fn sigmoid(x: f64) -> f64 {
     1.0 / (1.0 + (-x).exp())
 }

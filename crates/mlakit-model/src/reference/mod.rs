@@ -4,14 +4,18 @@
 //! rounded between stages. Angles are the exception: they are the f32 products of [`crate::rope`].
 
 use crate::checkpoint::Checkpoint;
-use crate::config::ModelConfig;
+use crate::config::{LayerIndexer, ModelConfig};
 use crate::error::{Error, InputError};
 
 mod attention;
+mod indexer;
 mod math;
 mod mlp;
 
-pub use attention::{AttentionOutput, AttentionReference, Form, LatentCache, Selection, Sequence};
+pub use attention::{
+    AttentionOutput, AttentionReference, Form, Keys, LatentCache, Selection, Sequence,
+};
+pub use indexer::Selected;
 use math::{Matrix, add_scaled, rms_norm};
 pub use mlp::{MlpReference, route};
 
@@ -45,9 +49,9 @@ pub struct SequenceCache {
 /// How a forward pass attends.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ForwardOptions<'a> {
-    /// Sparse layers attend to every visible key, where they have no selection.
+    /// Sparse layers attend to every visible key, where they are given no selection.
     pub dense: bool,
-    /// The selection of each layer; empty, or one a layer.
+    /// What each layer is to attend to, instead of what it selects; empty, or one a layer.
     pub selections: &'a [Option<Selection<'a>>],
     /// Which formula.
     pub form: Form,
@@ -69,14 +73,18 @@ pub struct LayerTrace {
     pub attention_input: Vec<f64>,
     /// After the output projection [rows, hidden].
     pub attention_output: Vec<f64>,
+    /// What its rows attended to, where they did not attend to every key.
+    pub selected: Option<Selected>,
 }
 
 impl Reference {
     /// The model that `config` describes and `checkpoint` holds.
     ///
     /// # Errors
-    /// [`Error`] for a tensor that is missing or does not fit.
+    /// [`Error`] for a tensor that is missing or does not fit; for a model of which only layers are
+    /// run.
     pub fn new(config: &ModelConfig, checkpoint: &Checkpoint) -> Result<Self, Error> {
+        config.check_whole()?;
         let weights = checkpoint.model(config)?;
         let layers = config
             .layers
@@ -119,9 +127,8 @@ impl Reference {
     /// Runs `ids` as the continuation of what `cache` holds, and adds them to it.
     ///
     /// # Errors
-    /// [`InputError`]: an id outside the vocabulary, a cache or selections that do not fit, a
-    /// sparse layer that sees more keys than it selects without a selection or `options.dense`. The
-    /// cache is unchanged then.
+    /// [`InputError`]: an id outside the vocabulary, a cache or selections that do not fit. The cache
+    /// is unchanged then.
     pub fn forward(
         &self,
         ids: &[u32],
@@ -140,11 +147,17 @@ impl Reference {
                 first_position: cache.first_position,
                 cache: &mut cache.layers[index],
             };
-            let selection = options.selections.get(index).copied().flatten();
+            let keys = keys_of(layer, &traces, options.selections.get(index).copied().flatten());
+            let keys = if options.dense && matches!(keys, Keys::Own) { Keys::All } else { keys };
             let sequences = std::slice::from_mut(&mut sequence);
-            let out = layer.attention.run(&x, sequences, selection, options.form)?;
+            let out = layer.attention.run(&x, sequences, keys, options.form)?;
             add_scaled(&mut stream, config.residual_scale, &out.hidden);
-            traces.push(LayerTrace { attention_input: x, attention_output: out.hidden });
+            let given = match keys {
+                Keys::Given(selection) => Some(Selected::from(selection)),
+                Keys::Own | Keys::All => None,
+            };
+            let (attention_output, selected) = (out.hidden, out.selected.or(given));
+            traces.push(LayerTrace { attention_input: x, attention_output, selected });
 
             let mut x = stream.clone();
             rms_norm(&mut x, &layer.mlp_norm, config.rms_norm_eps);
@@ -199,37 +212,26 @@ impl Reference {
             attention::check("selections", self.layers.len(), options.selections.len())?;
         }
         for (index, layer) in self.layers.iter().enumerate() {
-            let cache = &cache.layers[index];
-            layer.attention.check_cache(cache)?;
-            match options.selections.get(index).copied().flatten() {
-                Some(selection) => {
-                    let needed = ids.len().saturating_mul(selection.width);
-                    attention::check("selection", needed, selection.keys.len())?;
-                }
-                None if options.dense => {}
-                None => check_dense_is_sparse(layer, index, cache.len_tokens, ids.len())?,
+            layer.attention.check_cache(&cache.layers[index])?;
+            if let Some(selection) = options.selections.get(index).copied().flatten() {
+                layer.attention.check_keys(ids.len(), Keys::Given(selection))?;
             }
         }
         Ok(())
     }
 }
 
-/// A sparse layer equals a dense one as long as no row sees more keys than it selects.
-fn check_dense_is_sparse(
+/// What a layer attends to: what is given; where it shares a selection, what the last sparse layer
+/// attended to.
+fn keys_of<'a>(
     layer: &LayerReference,
-    index: usize,
-    cached: usize,
-    rows: usize,
-) -> Result<(), InputError> {
-    let Some(indexer) = layer.attention.config().indexer else { return Ok(()) };
-    if cached + rows <= indexer.topk {
-        return Ok(());
+    before: &'a [LayerTrace],
+    given: Option<Selection<'a>>,
+) -> Keys<'a> {
+    let shares = layer.attention.config().indexer == Some(LayerIndexer::Shared);
+    let last = before.iter().rev().find_map(|trace| trace.selected.as_ref());
+    match given.or(last.filter(|_| shares).map(Selected::view)) {
+        Some(selection) => Keys::Given(selection),
+        None => Keys::Own,
     }
-    let row = indexer.topk.saturating_sub(cached);
-    Err(InputError::Selection {
-        layer: index,
-        index_topk: indexer.topk,
-        row,
-        visible: cached + row + 1,
-    })
 }

@@ -6,7 +6,7 @@ use half::{bf16, f16};
 use mlakit_model::checkpoint::QueryWeights;
 use mlakit_model::config::{AttentionConfig, GateKind, MlpConfig, QueryRank};
 use mlakit_model::{
-    AttentionReference, Checkpoint, Dtype, Form, ForwardOptions, LatentCache, MlpWeights,
+    AttentionReference, Checkpoint, Dtype, Form, ForwardOptions, Keys, LatentCache, MlpWeights,
     ModelFolder, Reference, Sequence, embedded,
 };
 use safetensors::tensor::TensorView;
@@ -45,7 +45,7 @@ pub fn serialize(tensors: &[Stored]) -> Vec<u8> {
     safetensors::serialize(views, None).unwrap()
 }
 
-fn tiny_v3() -> (ModelFolder, Vec<Stored>) {
+pub fn tiny_v3() -> (ModelFolder, Vec<Stored>) {
     let folder = ModelFolder::open(&vectors("deepseek_v3")).unwrap();
     let tensors = stored(&folder.checkpoint);
     (folder, tensors)
@@ -191,7 +191,7 @@ fn layer_with(config: &AttentionConfig, extra: &[(&str, Vec<usize>, f32)]) -> At
 fn out(layer: &AttentionReference, hidden: &[f64]) -> Vec<f64> {
     let mut cache = LatentCache::default();
     let mut sequences = [Sequence { rows: 8, first_position: 3, cache: &mut cache }];
-    layer.run(hidden, &mut sequences, None, Form::Naive).unwrap().hidden
+    layer.run(hidden, &mut sequences, Keys::Own, Form::Naive).unwrap().hidden
 }
 
 #[test]
@@ -215,6 +215,12 @@ fn gates_and_biases() {
         let half = out(&layer_with(&config, &[("g_proj.weight", vec![rows, 64], 0.0)]), &hidden);
         for (gated, whole) in half.iter().zip(&expected) {
             assert!((gated - 0.5 * whole).abs() < 1e-14, "{kind:?}: {gated} of {whole}");
+        }
+        // Whether the config names it, or not, or leaves its kind to the tensor.
+        for gate in [None, Some(GateKind::ByTensor)] {
+            let config = AttentionConfig { gate, ..plain.clone() };
+            let found = layer_with(&config, &[("g_proj.weight", vec![rows, 64], 0.0)]);
+            assert!(out(&found, &hidden) == half, "{kind:?} by tensor");
         }
         let shut = [("g_proj.weight", vec![rows, 64], -1.0)];
         let shut = out(&layer_with(&config, &shut), &vec![100.0; 8 * 64]);
@@ -249,7 +255,8 @@ fn windows_and_empty_selections() {
     let run = |keys: &[i32], width| {
         let mut cache = LatentCache::default();
         let mut sequences = [Sequence { rows: 8, first_position: 3, cache: &mut cache }];
-        layer.run(&hidden, &mut sequences, Some(Selection { keys, width }), Form::Naive).unwrap()
+        let keys = Keys::Given(Selection { keys, width });
+        layer.run(&hidden, &mut sequences, keys, Form::Naive).unwrap()
     };
     assert!(run(&keys, 6).hidden == out(&layer_with(&windowed, &[]), &hidden));
     let empty = run(&[-1; 8], 1);

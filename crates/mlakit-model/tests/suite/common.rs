@@ -2,9 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use mlakit_model::AttentionReference;
 use mlakit_model::checkpoint::Checkpoint;
 use mlakit_model::config::AttentionConfig;
+use mlakit_model::{AttentionReference, Selected};
 use safetensors::{Dtype, SafeTensors};
 
 /// The repository: where it was when this was built, or else the current folder, for a test program that was
@@ -96,6 +96,38 @@ pub struct Bound {
 
 /// `models.md` 9.1: f64 against the fp32 vectors.
 pub const LAYER: Bound = Bound { relative: 3e-6, absolute: 1e-5 };
+
+/// Compares selections: equal in every row whose `gap` between the last key selected and the first
+/// left out exceeds 1e-5.
+pub fn equal_selections(what: &str, given: &Selected, expected: &[i32], gaps: &[f64]) {
+    assert_eq!(given.keys.len(), expected.len(), "{what}: number of entries");
+    let rows = given.keys.chunks_exact(given.width).zip(expected.chunks_exact(given.width));
+    let mut compared = 0;
+    for (row, ((given, expected), gap)) in rows.zip(gaps).enumerate() {
+        if *gap > 1e-5 {
+            assert_eq!(given, expected, "{what}: row {row}, gap {gap:e}");
+            compared += 1;
+        }
+    }
+    println!("{what}: {compared} of {} rows compared, equal", gaps.len());
+    assert!(compared > 0, "{what}: no rows");
+}
+
+/// The share of the `expected` keys that are among the given ones, over the rows that are expected
+/// to leave some out: those of at least `full` keys.
+pub fn overlap(given: &Selected, expected: &[i32], full: usize) -> f64 {
+    let rows = given.keys.chunks_exact(given.width).zip(expected.chunks_exact(given.width));
+    let (mut found, mut all) = (0, 0);
+    for (given, expected) in rows {
+        let keys = || expected.iter().filter(|key| **key >= 0);
+        if keys().count() >= full {
+            all += keys().count();
+            found += keys().filter(|key| given.contains(key)).count();
+        }
+    }
+    assert!(all > 0, "no row selects");
+    found as f64 / all as f64
+}
 
 /// Compares rows of `width` values, prints both errors, and fails at the worst value.
 pub fn close(what: &str, given: &[f64], expected: &[f64], width: usize, bound: Bound) {

@@ -1,7 +1,7 @@
 //! Contracts of layers and models on a device, generic over it: this crate's tests list them for the
 //! CPU, the tests of another device crate for that device.
 
-/// Declares a test for each contract. `$device` makes the device of a test, or says why this machine
+/// Declares a test for each contract; `sparse` for those of layers that select their keys. `$device` makes the device of a test, or says why this machine
 /// has none and gives `None`.
 macro_rules! model_suite {
     ($device:expr) => {
@@ -14,10 +14,26 @@ macro_rules! model_suite {
             the_oracle_honours_the_record = device_layers,
             a_layer_of_real_widths = device_layers,
             greedy_ids_of_whole_models = device_layers,
-            greedy_ids_of_a_model_with_an_indexer = device_layers,
+            models_with_indexers_attending_to_every_key = device_layers,
             logits_of_the_first_128_tokens = device_tiny,
             broken_weights_are_refused = device_tiny,
             greedy_text_is_that_of_transformers = device_tiny,
+        }
+    };
+    (sparse $device:expr) => {
+        $crate::device::model_suite! { @each $device;
+            sparse_layers_with_their_selection = device_sparse,
+            sparse_layers_select_for_themselves = device_sparse,
+            sparse_decode_through_the_paged_cache = device_sparse,
+            packed_sparse_sequences = device_sparse,
+            sparse_layers_of_real_widths = device_sparse,
+            every_record_against_the_dequantised_cache = device_sparse,
+            selecting_every_key_is_dense_attention = device_sparse,
+            gated_layers = device_sparse,
+            greedy_ids_of_sparse_models = device_sparse,
+            selections_of_the_tiny_checkpoint = device_tiny,
+            bits_per_byte_of_the_tiny_checkpoint = device_tiny,
+            sparse_greedy_text_is_that_of_transformers = device_tiny,
         }
     };
     (@each $device:expr; $($contract:ident = $module:ident,)*) => {

@@ -2,15 +2,19 @@
 
 use mlakit::op::merge::Partial;
 use mlakit::{Category, RecordFormat, Splits};
-use mlakit_model::decoder::{Attention, DecoderDevice, Generator, GeneratorOptions, Sampling};
+use mlakit_model::decoder::{
+    Attention, DecoderDevice, Generator, GeneratorOptions, LayerInput, LayerOptions, Sampling,
+    run_layer,
+};
 use mlakit_model::{Checkpoint, ModelFolder};
 use mlakit_serve::CacheSpec;
 
-use crate::common::tiny_dsa;
+use crate::common::{Expected, overlap, tiny_dsa};
 
 fn options(attention: Attention) -> GeneratorOptions {
     let cache = CacheSpec {
         record: RecordFormat::Bf16,
+        index_record: RecordFormat::IndexBf16_256,
         page_size: 64,
         partial: Partial::Bf16,
         splits: Splits::Auto,
@@ -128,7 +132,20 @@ pub fn broken_weights_are_refused<D: DecoderDevice>(device: &D) {
     assert!(error.contains("finite logits"), "{error}");
 }
 
+/// Attending to every key, which for the first tokens of these texts is what the checkpoint does.
 pub fn greedy_text_is_that_of_transformers<D: DecoderDevice>(device: &D) {
+    for agree in greedy_agreement(device, options(Attention::Dense)) {
+        assert!(agree >= 20);
+    }
+}
+
+/// As the checkpoint was trained.
+pub fn sparse_greedy_text_is_that_of_transformers<D: DecoderDevice>(device: &D) {
+    assert_eq!(greedy_agreement(device, options(Attention::Auto)), [40; 3]);
+}
+
+/// How many of the first 40 new ids are those of transformers, text by text.
+fn greedy_agreement<D: DecoderDevice>(device: &D, options: GeneratorOptions) -> Vec<usize> {
     let model = ModelFolder::open(&tiny_dsa()).unwrap();
     let tensors = reference();
     let prompts = ["MACBETH.\n", "To be, or not to be", "And the LORD said unto "];
@@ -137,18 +154,91 @@ pub fn greedy_text_is_that_of_transformers<D: DecoderDevice>(device: &D) {
     let caller = device.own_stream().unwrap();
     let mut stream = device.stream(&caller).unwrap();
     let pair = (&model.config, &model.checkpoint);
-    let options = GeneratorOptions { batch: 3, ..options(Attention::Dense) };
+    let options = GeneratorOptions { batch: 3, ..options };
     let mut generator = Generator::new(&mut stream, pair, options).unwrap();
     let made = generator
         .generate(&mut stream, &prompts, (40, Sampling::default()), &mut |_, _| Ok(()))
         .unwrap();
-    for (i, ids) in made.ids.iter().enumerate() {
+    let agreement = |(i, ids): (usize, &Vec<u32>)| {
         let needed = ints(&tensors, &format!("greedy.{i}"));
-        let new = &needed[needed.len() - (needed.len() - prompts[i].len()).min(needed.len())..];
-        let new: Vec<u32> = new.iter().take(40).map(|id| *id as u32).collect();
+        let new = needed[prompts[i].len()..].iter().take(40).map(|id| *id as u32);
         println!("{i}: {:?}", tokenizer.decode(ids).unwrap());
-        let agree = ids.iter().zip(&new).take_while(|(a, b)| a == b).count();
-        println!("{agree} of {} ids agree; {:.0} tokens/s", new.len(), made.tokens_per_second());
-        assert!(agree >= 20);
+        let agree = ids.iter().zip(new).take_while(|(a, b)| *a == b).count();
+        println!("{agree} of 40 ids agree; {:.0} tokens/s", made.tokens_per_second());
+        agree
+    };
+    made.ids.iter().enumerate().map(agreement).collect()
+}
+
+/// The share of the reference's selected keys that the device selects, layer by layer, on the
+/// reference's inputs; rows that see no more than they select left out.
+fn overlaps<D: DecoderDevice>(device: &D, index_record: RecordFormat) -> Vec<f64> {
+    let model = ModelFolder::open(&tiny_dsa()).unwrap();
+    let expected = Expected::open(&tiny_dsa().join("reference.safetensors"));
+    let cache = CacheSpec { index_record, ..options(Attention::Auto).cache };
+    let options = LayerOptions { cache, chunk: Some(100) };
+    let caller = device.own_stream().unwrap();
+    let mut stream = device.stream(&caller).unwrap();
+    let overlap = |layer: usize| {
+        let config = &model.config.layers[layer].attention;
+        let hidden = expected.f64(&format!("L{layer}.attn_in"));
+        let input = LayerInput {
+            hidden: hidden.iter().map(|value| *value as f32).collect(),
+            q_offsets: vec![0, 512],
+            ..LayerInput::default()
+        };
+        let weights = model.checkpoint.attention(layer, 256, config).unwrap();
+        let made = run_layer(&mut stream, (config, &weights), &input, options).unwrap();
+        let given = made.topk.unwrap();
+        let overlap = overlap(&given, &expected.i32(&format!("L{layer}.topk")), 128);
+        println!("{} L{layer}: overlap {overlap:.4}", index_record.name());
+        overlap
+    };
+    (0..3).map(overlap).collect()
+}
+
+pub fn selections_of_the_tiny_checkpoint<D: DecoderDevice>(device: &D) {
+    for (record, bound) in [
+        (RecordFormat::IndexBf16_256, 0.99),
+        (RecordFormat::IndexFp8_132, 0.95),
+        (RecordFormat::IndexMxfp4_68, 0.8),
+    ] {
+        for overlap in overlaps(device, record) {
+            assert!(overlap >= bound, "{}: {overlap}", record.name());
+        }
+    }
+}
+
+/// The cross-entropy of the reference's 512 tokens, to base 2.
+fn bits_per_byte<D: DecoderDevice>(device: &D, cache: CacheSpec) -> f64 {
+    let model = ModelFolder::open(&tiny_dsa()).unwrap();
+    let ids: Vec<u32> = ints(&reference(), "input_ids").iter().map(|id| *id as u32).collect();
+    let options = GeneratorOptions { cache, max_tokens: 512, ..options(Attention::Auto) };
+    let caller = device.own_stream().unwrap();
+    let mut stream = device.stream(&caller).unwrap();
+    let pair = (&model.config, &model.checkpoint);
+    let mut generator = Generator::new(&mut stream, pair, options).unwrap();
+    let logits = generator.logits(&mut stream, &ids).unwrap();
+    let rows = logits.chunks_exact(model.config.vocab_size).zip(&ids[1..]);
+    let bits = rows.map(|(row, id)| {
+        let top = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let sum: f64 = row.iter().map(|logit| f64::from(logit - top).exp()).sum();
+        (sum.ln() - f64::from(row[*id as usize] - top)) / std::f64::consts::LN_2
+    });
+    bits.sum::<f64>() / 511.0
+}
+
+/// What the checkpoint's reference says, with caches that are exact but for BF16; caches of fewer
+/// bits cost a little.
+pub fn bits_per_byte_of_the_tiny_checkpoint<D: DecoderDevice>(device: &D) {
+    let plain = options(Attention::Auto).cache;
+    for (record, index_record, bound) in [
+        (RecordFormat::Bf16, RecordFormat::IndexBf16_256, 0.003),
+        (RecordFormat::Bf16, RecordFormat::IndexFp8_132, 0.01),
+        (RecordFormat::Fp8_656, RecordFormat::IndexFp8_132, 0.02),
+    ] {
+        let bits = bits_per_byte(device, CacheSpec { record, index_record, ..plain });
+        println!("{} {}: {bits:.4} bits per byte", record.name(), index_record.name());
+        assert!((bits - 2.2041).abs() <= bound, "{} {bits}", record.name());
     }
 }

@@ -2,15 +2,22 @@
 
 use half::bf16;
 use mlakit_model::vectors::VectorConfig;
-use mlakit_model::{Form, LatentCache, ModelFolder, Selection, Sequence};
+use mlakit_model::{Form, Keys, LatentCache, ModelFolder, Sequence};
 
-use crate::common::{Bound, Expected, LAYER, attention, close, vectors};
+use crate::common::{Bound, Expected, LAYER, attention, close, equal_selections, vectors};
 
 /// Every value of the manifests has the hash they state: names, layout and byte order are right.
 #[test]
 fn generated_weights_have_the_stated_hashes() {
     let mut checked = 0;
-    for model in ["full_v3_h16", "full_v32_h16", "full_glm4_lite_h20", "full_minicpm3_h40"] {
+    for model in [
+        "full_v3_h16",
+        "full_v32_h16",
+        "full_glm4_lite_h20",
+        "full_glm_dsa_h8",
+        "full_glm5_next_h8",
+        "full_minicpm3_h40",
+    ] {
         let text = std::fs::read(vectors(model).join("config.json")).unwrap();
         let root: serde_json::Value = serde_json::from_slice(&text).unwrap();
         let description = VectorConfig::from_dir(&vectors(model)).unwrap();
@@ -24,7 +31,7 @@ fn generated_weights_have_the_stated_hashes() {
             checked += 1;
         }
     }
-    assert_eq!(checked, 4 * 8 + 5);
+    assert_eq!(checked, 6 * 8 + 5 + 5 + 7);
 }
 
 /// The stored weights of a tiny model are the ones its manifest generates.
@@ -64,16 +71,18 @@ fn check(name: &str, bound: Bound) {
     let mut cache = LatentCache::default();
     let mut sequence = Sequence { rows: begin, first_position: 0, cache: &mut cache };
     layer.fill(&input[..begin * hidden], &mut sequence).unwrap();
-    let topk = expected.has("topk").then(|| (expected.i32("topk"), expected.width("topk")));
-    let selection = topk.as_ref().map(|(keys, width)| Selection { keys, width: *width });
     let run = |form| {
         let mut cache = cache.clone();
         let mut sequences = [Sequence { rows: end - begin, first_position: 0, cache: &mut cache }];
-        let out = layer.run(&input[begin * hidden..], &mut sequences, selection, form).unwrap();
+        let out = layer.run(&input[begin * hidden..], &mut sequences, Keys::Own, form).unwrap();
         (out, cache)
     };
     let (naive, filled) = run(Form::Naive);
     let absorbed = run(Form::Absorbed).0;
+    assert_eq!(naive.selected.is_some(), expected.has("topk"));
+    if let Some(selected) = &naive.selected {
+        equal_selections(name, selected, &expected.i32("topk"), &expected.f64("topk_gap"));
+    }
 
     close(&format!("{name} out"), &naive.hidden, &expected.f64("out"), hidden, bound);
     let v = config.v_head_dim;
@@ -87,7 +96,7 @@ fn check(name: &str, bound: Bound) {
     let (rank, rope) = (config.kv_lora_rank, config.qk_rope_head_dim);
     let latent = edge(&filled.latent, rank);
     close(&format!("{name} latent"), &latent, &expected.f64("latent_edge"), rank, NUMPY);
-    if expected.has("k_pe_edge_pairlayout") {
+    if expected.has("k_pe_edge_pairlayout") && rope > 0 {
         let keys = edge(&filled.rope_key, rope);
         let wanted = expected.f64("k_pe_edge_pairlayout");
         close(&format!("{name} rope key"), &keys, &wanted, rope, EDGE);
@@ -101,10 +110,21 @@ fn v3_with_16_heads() {
     check("full_v3_h16", Bound { relative: 3e-5, absolute: 1e-4 });
 }
 
-/// The selection of 2,048 of 2,304 keys is given.
+/// 2,048 of 2,304 keys are selected.
 #[test]
 fn v32_with_16_heads() {
     check("full_v32_h16", Bound { relative: 3e-5, absolute: 1e-4 });
+}
+
+#[test]
+fn glm_dsa_with_8_heads() {
+    check("full_glm_dsa_h8", LAYER);
+}
+
+/// 128 of up to 150 pools of 16, and the tail.
+#[test]
+fn glm5_next_with_8_heads() {
+    check("full_glm5_next_h8", LAYER);
 }
 
 #[test]

@@ -1,159 +1,257 @@
 //! Attention layers of the tiny models against transformers' fp32 results.
 
-use mlakit_model::config::{ModelConfig, Rotary};
+use mlakit_model::config::{LayerIndexer, ModelConfig, Rotary};
 use mlakit_model::vectors::VectorConfig;
 use mlakit_model::{
-    AttentionConfig, AttentionReference, Checkpoint, Form, LatentCache, Selection, Sequence,
+    AttentionConfig, AttentionOutput, AttentionReference, Checkpoint, Form, Keys, LatentCache,
+    Selected, Sequence,
 };
 
-use crate::common::{Bound, Expected, LAYER, attention, close, vectors};
+use crate::common::{Bound, Expected, LAYER, attention, close, equal_selections, vectors};
 
 const HIDDEN: usize = 64;
 
-/// One layer of a tiny model, its expected values and, where it is sparse, its selection.
+/// One layer of a tiny model and its expected values.
 struct Case {
-    label: String,
-    /// The cache of expected values keeps rotary pairs where they are.
-    pairs_in_place: bool,
-    layer: AttentionReference,
+    model: &'static str,
+    layer: Layer,
+    /// The layer whose selection it shares, where it does.
+    source: Option<Layer>,
     expected: Expected,
+}
+
+struct Layer {
+    label: String,
+    reference: AttentionReference,
 }
 
 /// Runs `check` on every layer of every tiny model that this crate's attention covers.
 fn for_cases(check: impl Fn(&Case)) {
-    for model in [
-        "deepseek_v2",
-        "deepseek_v2_lite",
-        "deepseek_v3",
-        "deepseek_v32",
-        "glm4_moe_lite",
-        "minicpm3",
-        "kimi_linear_nope",
+    for (model, layers) in [
+        ("deepseek_v2", 2),
+        ("deepseek_v2_lite", 2),
+        ("deepseek_v3", 2),
+        ("deepseek_v32", 2),
+        ("glm4_moe_lite", 2),
+        ("glm_moe_dsa", 3),
+        ("glm5_next", 3),
+        ("minicpm3", 2),
+        ("kimi_linear_nope", 2),
     ] {
         let description = VectorConfig::from_dir(&vectors(model)).unwrap();
         let checkpoint = Checkpoint::open(&vectors(model)).unwrap();
-        for layer in 0..2 {
+        let load = |layer: usize| {
             let label = format!("L{layer}");
             let config = description.attention(&label).unwrap();
-            check(&Case {
-                label: format!("{model} {label}"),
-                pairs_in_place: model.starts_with("deepseek_v2"),
-                layer: attention(&checkpoint, &config, layer, HIDDEN),
-                expected: Expected::fp32(model),
-            });
+            Layer { reference: attention(&checkpoint, &config, layer, HIDDEN), label }
+        };
+        for index in 0..layers {
+            let layer = load(index);
+            let shares = layer.reference.config().indexer == Some(LayerIndexer::Shared);
+            let source = shares.then(|| load(index - 1));
+            check(&Case { model, layer, source, expected: Expected::fp32(model) });
         }
     }
 }
 
-impl Case {
-    fn name(&self, prefix: &str, suffix: &str) -> String {
-        let label = self.label.split(' ').nth(1).unwrap();
-        format!("{prefix}.{label}.{suffix}")
-    }
+/// The rows of one step: tensor `prefix`, these rows of it, behind these caches.
+struct Step<'s> {
+    prefix: &'s str,
+    rows: std::ops::Range<usize>,
+    first_position: usize,
+}
 
-    fn tensor(&self, prefix: &str, suffix: &str) -> Vec<f64> {
-        self.expected.f64(&self.name(prefix, suffix))
-    }
+/// The cache of the layer, and of the one whose selection it shares.
+#[derive(Clone, Default)]
+struct Caches {
+    own: LatentCache,
+    source: LatentCache,
+}
 
-    /// The stored selection of the 300 rows of the prefill.
-    fn topk(&self) -> Option<(Vec<i32>, usize)> {
-        let name = self.name("prefill", "topk");
-        self.expected.has(&name).then(|| (self.expected.i32(&name), self.expected.width(&name)))
-    }
-
-    /// Keys that a row selects; for dense layers more than there are.
-    fn index_topk(&self) -> usize {
-        self.layer.config().indexer.map_or(usize::MAX, |indexer| indexer.topk)
+impl Layer {
+    fn input(&self, expected: &Expected, step: &Step<'_>) -> Vec<f64> {
+        let all = expected.f64(&format!("{}.{}.attn_in", step.prefix, self.label));
+        all[step.rows.start * HIDDEN..step.rows.end * HIDDEN].to_vec()
     }
 
     fn run(
         &self,
-        hidden: &[f64],
+        (expected, step): (&Expected, &Step<'_>),
         cache: &mut LatentCache,
-        rows: std::ops::Range<usize>,
-    ) -> Vec<f64> {
-        let topk = self.topk();
-        let selection = topk.as_ref().map(|(keys, width)| Selection {
-            keys: &keys[rows.start * width..rows.end * width],
-            width: *width,
-        });
-        let mut sequences = [Sequence { rows: rows.len(), first_position: 0, cache }];
-        self.layer.run(hidden, &mut sequences, selection, Form::Naive).unwrap().hidden
+        (keys, form): (Keys<'_>, Form),
+    ) -> AttentionOutput {
+        let hidden = self.input(expected, step);
+        let (rows, first_position) = (step.rows.len(), step.first_position);
+        let mut sequences = [Sequence { rows, first_position, cache }];
+        self.reference.run(&hidden, &mut sequences, keys, form).unwrap()
     }
+}
+
+impl Case {
+    fn name(&self) -> String {
+        format!("{} {}", self.model, self.layer.label)
+    }
+
+    fn config(&self) -> &AttentionConfig {
+        self.layer.reference.config()
+    }
+
+    fn tensor(&self, prefix: &str, suffix: &str) -> Vec<f64> {
+        self.expected.f64(&format!("{prefix}.{}.{suffix}", self.layer.label))
+    }
+
+    /// Expected output of these rows.
+    fn output(&self, step: &Step<'_>) -> Vec<f64> {
+        let all = self.tensor(step.prefix, "attn_out");
+        all[step.rows.start * HIDDEN..step.rows.end * HIDDEN].to_vec()
+    }
+
+    fn run(&self, step: &Step<'_>, caches: &mut Caches, form: Form) -> AttentionOutput {
+        let on = (&self.expected, step);
+        let shared: Option<Selected> = self
+            .source
+            .as_ref()
+            .map(|source| source.run(on, &mut caches.source, (Keys::Own, form)).selected.unwrap());
+        let keys = shared.as_ref().map_or(Keys::Own, |shared| Keys::Given(shared.view()));
+        self.layer.run(on, &mut caches.own, (keys, form))
+    }
+}
+
+/// The rows of the prefill.
+fn prefill(rows: std::ops::Range<usize>) -> Step<'static> {
+    Step { prefix: "prefill", rows, first_position: 0 }
 }
 
 #[test]
 fn prefill_and_caches() {
     for_cases(|case| {
-        let mut cache = LatentCache::default();
-        let out = case.run(&case.tensor("prefill", "attn_in"), &mut cache, 0..300);
+        let mut caches = Caches::default();
+        let given = case.run(&prefill(0..300), &mut caches, Form::Naive);
+        let name = case.name();
         let expected = case.tensor("prefill", "attn_out");
-        close(&format!("{} prefill", case.label), &out, &expected, HIDDEN, LAYER);
+        close(&format!("{name} prefill"), &given.hidden, &expected, HIDDEN, LAYER);
 
-        let config = case.layer.config();
+        let config = case.config();
         let latent = case.tensor("cache", "latent");
-        let what = format!("{} latent", case.label);
-        close(&what, &cache.latent, &latent, config.kv_lora_rank, LAYER);
+        let what = format!("{name} latent");
+        close(&what, &caches.own.latent, &latent, config.kv_lora_rank, LAYER);
         let width = config.qk_rope_head_dim;
-        let keys = cached_keys(&cache.rope_key, config, case.pairs_in_place);
-        let what = format!("{} rope key", case.label);
-        close(&what, &keys, &case.tensor("cache", "k_pe_hf"), width, LAYER);
+        if width > 0 {
+            let in_place = case.model.starts_with("deepseek_v2");
+            let keys = match config.rotary {
+                Rotary::Pair if config.rope.is_some() && !in_place => {
+                    deinterleaved(&caches.own.rope_key, (width, width))
+                }
+                _ => caches.own.rope_key.clone(),
+            };
+            let what = format!("{name} rope key");
+            close(&what, &keys, &case.tensor("cache", "k_pe_hf"), width, LAYER);
+        }
+        // The file has no keys of pools.
+        if let Some(indexer) = config.own_indexer().filter(|indexer| indexer.pool.is_none()) {
+            let keys = match indexer.rotary {
+                Rotary::Pair => deinterleaved(&caches.own.index_key, (indexer.head_dim, width)),
+                Rotary::Half => caches.own.index_key.clone(),
+            };
+            let wanted = case.tensor("cache", "index_k_hf");
+            close(&format!("{name} index key"), &keys, &wanted, indexer.head_dim, LAYER);
+        }
     });
 }
 
+/// Every row of every indexer, those with near ties left out: there are none.
+#[test]
+fn selections_are_those_of_transformers() {
+    let compared = std::cell::Cell::new(0);
+    for_cases(|case| {
+        let Some(indexer) = case.config().own_indexer() else { return };
+        let given = case.run(&prefill(0..300), &mut Caches::default(), Form::Naive);
+        let given = given.selected.unwrap();
+        let topk = format!("prefill.{}.topk", case.layer.label);
+        assert_eq!(
+            (given.width, given.width),
+            (indexer.selected_width(), case.expected.width(&topk))
+        );
+        let gaps = case.tensor("prefill", "topk_gap");
+        let near = gaps.iter().filter(|gap| **gap <= 1e-5).count();
+        assert!(near < 3, "{}: {near} near ties", case.name());
+        equal_selections(&case.name(), &given, &case.expected.i32(&topk), &gaps);
+        compared.set(compared.get() + 1);
+    });
+    assert_eq!(compared.get(), 6);
+}
+
 /// transformers returns rotated pairs with the first elements of all pairs before the second ones,
-/// except in deepseek_v2 and where nothing is rotated.
-fn cached_keys(keys: &[f64], config: &AttentionConfig, pairs_in_place: bool) -> Vec<f64> {
-    if pairs_in_place || config.rope.is_none() || config.rotary == Rotary::Half {
-        return keys.to_vec();
-    }
-    let width = config.qk_rope_head_dim;
-    let order = (0..width).step_by(2).chain((1..width).step_by(2));
+/// except in deepseek_v2 and where nothing is rotated. The first `rope` elements of a key are pairs.
+fn deinterleaved(keys: &[f64], (width, rope): (usize, usize)) -> Vec<f64> {
+    let order = (0..rope).step_by(2).chain((1..rope).step_by(2)).chain(rope..width);
     keys.chunks_exact(width).flat_map(|key| order.clone().map(|i| key[i])).collect()
 }
 
 #[test]
 fn decode_through_the_cache() {
     for_cases(|case| {
-        let prompt = &case.tensor("prefill", "attn_in")[..292 * HIDDEN];
-        let mut cache = LatentCache::default();
-        let mut sequence = Sequence { rows: 292, first_position: 0, cache: &mut cache };
-        case.layer.fill(prompt, &mut sequence).unwrap();
-        let input = case.tensor("decode", "attn_in");
+        let mut caches = Caches::default();
+        let prompt = prefill(0..292);
+        let fill = |layer: &Layer, cache: &mut LatentCache| {
+            let hidden = layer.input(&case.expected, &prompt);
+            let mut sequence = Sequence { rows: 292, first_position: 0, cache };
+            layer.reference.fill(&hidden, &mut sequence).unwrap();
+        };
+        fill(&case.layer, &mut caches.own);
+        if let Some(source) = &case.source {
+            fill(source, &mut caches.source);
+        }
         let mut out = Vec::new();
-        for (step, row) in input.chunks_exact(HIDDEN).enumerate() {
-            out.extend(case.run(row, &mut cache, 292 + step..293 + step));
+        for row in 0..8 {
+            let step = Step { prefix: "decode", rows: row..row + 1, first_position: 0 };
+            out.extend(case.run(&step, &mut caches, Form::Naive).hidden);
         }
         let expected = case.tensor("decode", "attn_out");
-        close(&format!("{} decode", case.label), &out, &expected, HIDDEN, LAYER);
+        close(&format!("{} decode", case.name()), &out, &expected, HIDDEN, LAYER);
     });
 }
 
-/// The files hold no selection of packed sequences: of sparse layers the rows are compared that see
-/// no more keys than are selected, and run alone, because causal rows do not depend on later ones.
 #[test]
 fn packed_sequences_of_several_lengths() {
     for_cases(|case| {
-        let input = case.tensor("varlen", "attn_in");
-        let expected = case.tensor("varlen", "attn_out");
-        let (mut hidden, mut wanted, mut lengths) = (Vec::new(), Vec::new(), Vec::new());
-        for span in case.expected.i32("varlen.cu_seqlens").windows(2) {
-            let begin = span[0] as usize;
-            let rows = ((span[1] - span[0]) as usize).min(case.index_topk());
-            let range = begin * HIDDEN..(begin + rows) * HIDDEN;
-            hidden.extend_from_slice(&input[range.clone()]);
-            wanted.extend_from_slice(&expected[range]);
-            lengths.push(rows);
+        let bounds = case.expected.i32("varlen.cu_seqlens");
+        assert_eq!(bounds.len(), 6);
+        for span in bounds.windows(2) {
+            let rows = span[0] as usize..span[1] as usize;
+            let step = Step { prefix: "varlen", rows, first_position: 0 };
+            let out = case.run(&step, &mut Caches::default(), Form::Naive).hidden;
+            let what = format!("{} varlen {:?}", case.name(), step.rows);
+            close(&what, &out, &case.output(&step), HIDDEN, LAYER);
         }
-        assert_eq!(lengths.len(), 5);
-        let mut caches = vec![LatentCache::default(); lengths.len()];
-        let mut sequences: Vec<Sequence<'_>> = caches
-            .iter_mut()
-            .zip(&lengths)
-            .map(|(cache, &rows)| Sequence { rows, first_position: 0, cache })
-            .collect();
-        let out = case.layer.run(&hidden, &mut sequences, None, Form::Naive).unwrap().hidden;
-        close(&format!("{} varlen", case.label), &out, &wanted, HIDDEN, LAYER);
+    });
+}
+
+/// Sequences side by side in one call have the results that each has alone.
+#[test]
+fn company_changes_no_bit() {
+    for_cases(|case| {
+        let bounds = case.expected.i32("varlen.cu_seqlens");
+        let spans = || bounds.windows(2).map(|span| span[0] as usize..span[1] as usize);
+        let step = |rows| Step { prefix: "varlen", rows, first_position: 0 };
+        let run = |layer: &Layer, keys: Keys<'_>| {
+            let hidden = layer.input(&case.expected, &step(0..bounds[5] as usize));
+            let mut caches = vec![LatentCache::default(); 5];
+            let mut sequences: Vec<Sequence<'_>> = caches
+                .iter_mut()
+                .zip(spans())
+                .map(|(cache, rows)| Sequence { rows: rows.len(), first_position: 0, cache })
+                .collect();
+            layer.reference.run(&hidden, &mut sequences, keys, Form::Naive).unwrap()
+        };
+        let shared = case.source.as_ref().map(|source| run(source, Keys::Own).selected.unwrap());
+        let keys = shared.as_ref().map_or(Keys::Own, |shared| Keys::Given(shared.view()));
+        let packed = run(&case.layer, keys);
+        let mut alone = Vec::new();
+        for rows in spans() {
+            alone.extend(case.run(&step(rows), &mut Caches::default(), Form::Naive).hidden);
+        }
+        assert!(packed.hidden == alone, "{}: packed rows differ", case.name());
     });
 }
 
@@ -161,18 +259,15 @@ fn packed_sequences_of_several_lengths() {
 fn positions_that_do_not_begin_at_zero() {
     for_cases(|case| {
         if !case.expected.has("offset.first_position") {
-            assert!(case.layer.config().rope.is_none(), "{}: only NoPE has none", case.label);
+            assert!(case.config().rope.is_none(), "{}: only NoPE has none", case.name());
             return;
         }
         let first_position = case.expected.i32("offset.first_position")[0] as usize;
         assert_eq!(first_position, 5000);
-        let rows = 48.min(case.index_topk());
-        let hidden = &case.tensor("offset", "attn_in")[..rows * HIDDEN];
-        let mut cache = LatentCache::default();
-        let mut sequences = [Sequence { rows, first_position, cache: &mut cache }];
-        let out = case.layer.run(hidden, &mut sequences, None, Form::Naive).unwrap().hidden;
-        let expected = &case.tensor("offset", "attn_out")[..rows * HIDDEN];
-        close(&format!("{} offset", case.label), &out, expected, HIDDEN, LAYER);
+        let step = Step { prefix: "offset", rows: 0..48, first_position };
+        let out = case.run(&step, &mut Caches::default(), Form::Naive).hidden;
+        let what = format!("{} offset", case.name());
+        close(&what, &out, &case.output(&step), HIDDEN, LAYER);
     });
 }
 
@@ -180,40 +275,49 @@ fn positions_that_do_not_begin_at_zero() {
 fn absorbed_equals_naive() {
     const EQUAL: Bound = Bound { relative: 1e-13, absolute: 1e-13 };
     for_cases(|case| {
-        let hidden = case.tensor("prefill", "attn_in");
-        let topk = case.topk();
-        let selection = topk.as_ref().map(|(keys, width)| Selection { keys, width: *width });
-        let run = |form| {
-            let mut cache = LatentCache::default();
-            let mut sequences = [Sequence { rows: 300, first_position: 0, cache: &mut cache }];
-            case.layer.run(&hidden, &mut sequences, selection, form).unwrap()
-        };
+        let run = |form| case.run(&prefill(0..300), &mut Caches::default(), form);
         let (naive, absorbed) = (run(Form::Naive), run(Form::Absorbed));
-        let what = |part: &str| format!("{} absorbed-naive {part}", case.label);
+        let what = |part: &str| format!("{} absorbed-naive {part}", case.name());
         close(&what("out"), &absorbed.hidden, &naive.hidden, HIDDEN, EQUAL);
-        close(&what("heads"), &absorbed.heads, &naive.heads, case.layer.config().v_head_dim, EQUAL);
-        close(&what("lse"), &absorbed.lse, &naive.lse, case.layer.config().heads, EQUAL);
+        close(&what("heads"), &absorbed.heads, &naive.heads, case.config().v_head_dim, EQUAL);
+        close(&what("lse"), &absorbed.lse, &naive.lse, case.config().heads, EQUAL);
+        assert_eq!(absorbed.selected, naive.selected);
     });
 }
 
-/// A row's result depends on nothing but its own sequence: fed in pieces of any size, or packed
-/// with others, it has the same bits.
+/// A row's result depends on nothing but its own sequence: fed in pieces of any size it has the
+/// same bits.
 #[test]
-fn pieces_and_company_change_no_bit() {
+fn pieces_change_no_bit() {
     for_cases(|case| {
-        let hidden = case.tensor("prefill", "attn_in");
-        let whole = case.run(&hidden, &mut LatentCache::default(), 0..300);
-        let mut cache = LatentCache::default();
+        let whole = case.run(&prefill(0..300), &mut Caches::default(), Form::Naive).hidden;
+        let mut caches = Caches::default();
         let mut pieces = Vec::new();
         let mut begin = 0;
         for rows in [1, 7, 64, 100, 128] {
-            let end = begin + rows;
-            pieces.extend(case.run(&hidden[begin * HIDDEN..end * HIDDEN], &mut cache, begin..end));
-            begin = end;
+            let step = prefill(begin..begin + rows);
+            pieces.extend(case.run(&step, &mut caches, Form::Naive).hidden);
+            begin += rows;
         }
         assert_eq!(begin, 300);
-        assert!(pieces == whole, "{}: pieces differ", case.label);
+        assert!(pieces == whole, "{}: pieces differ", case.name());
     });
+}
+
+/// Without a selection there is nothing to share.
+#[test]
+fn a_layer_that_shares_a_selection_must_be_given_one() {
+    let description = VectorConfig::from_dir(&vectors("glm_moe_dsa")).unwrap();
+    let checkpoint = Checkpoint::open(&vectors("glm_moe_dsa")).unwrap();
+    let layer = attention(&checkpoint, &description.attention("L1").unwrap(), 1, HIDDEN);
+    let run = |keys: Keys<'_>| {
+        let mut cache = LatentCache::default();
+        let mut sequences = [Sequence { rows: 2, first_position: 0, cache: &mut cache }];
+        layer.run(&[0.5; 2 * HIDDEN], &mut sequences, keys, Form::Naive)
+    };
+    assert!(matches!(run(Keys::Own), Err(mlakit_model::InputError::SharedSelection)));
+    let given = Selected { keys: vec![0, -1, 0, 1], width: 2 };
+    assert_eq!(run(Keys::Given(given.view())).unwrap().hidden, run(Keys::All).unwrap().hidden);
 }
 
 /// What `config.json` says through a family's rules is what the vectors' own description says.
@@ -225,10 +329,15 @@ fn families_agree_with_the_vectors_descriptions() {
         "deepseek_v3",
         "deepseek_v32",
         "glm4_moe_lite",
+        "glm_moe_dsa",
+        "glm5_next",
+        "kimi_linear_nope",
         "minicpm3",
         "full_v3_h16",
         "full_v32_h16",
         "full_glm4_lite_h20",
+        "full_glm_dsa_h8",
+        "full_glm5_next_h8",
         "full_minicpm3_h40",
     ] {
         let config = ModelConfig::from_file(&vectors(model).join("config.json")).unwrap();

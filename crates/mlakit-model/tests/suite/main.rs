@@ -5,6 +5,7 @@ mod common;
 mod config;
 mod device;
 mod device_layers;
+mod device_sparse;
 mod device_tiny;
 mod full_layers;
 mod fuzz;
@@ -18,6 +19,7 @@ mod tokenizer;
 
 mod cpu {
     crate::device::model_suite!(Some(mlakit_cpu::Cpu::detect().unwrap()));
+    crate::device::model_suite!(sparse Some(mlakit_cpu::Cpu::detect().unwrap()));
 
     #[test]
     fn logits_in_near_ties() {

@@ -1,11 +1,18 @@
 //! Whole tiny models against transformers' fp32 results.
 
-use mlakit_model::{ForwardOptions, ModelFolder, Reference, Selection};
+use mlakit_model::{Error, ForwardOptions, InputError, ModelFolder, Reference};
 
-use crate::common::{Bound, Expected, close, vectors};
+use crate::common::{Bound, Expected, close, equal_selections, vectors};
 
-const MODELS: [&str; 6] =
-    ["deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "minicpm3"];
+const MODELS: [&str; 7] = [
+    "deepseek_v2",
+    "deepseek_v2_lite",
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "minicpm3",
+];
 const HIDDEN: usize = 64;
 const HIDDEN_BOUND: Bound = Bound { relative: 1e-5, absolute: 1e-4 };
 
@@ -21,19 +28,8 @@ fn reference(name: &str) -> (Reference, Expected) {
 fn prefill_gives_the_last_hidden_states() {
     for name in MODELS {
         let (model, expected) = reference(name);
-        let topk: Vec<Option<(Vec<i32>, usize)>> = (0..2)
-            .map(|layer| {
-                let topk = format!("prefill.L{layer}.topk");
-                expected.has(&topk).then(|| (expected.i32(&topk), expected.width(&topk)))
-            })
-            .collect();
-        let selections: Vec<_> = topk
-            .iter()
-            .map(|topk| topk.as_ref().map(|(keys, width)| Selection { keys, width: *width }))
-            .collect();
-        let options = ForwardOptions { selections: &selections, ..ForwardOptions::default() };
         let ids = expected.ids("prefill.input_ids");
-        let forward = model.forward(&ids, &mut model.cache(0), options).unwrap();
+        let forward = model.forward(&ids, &mut model.cache(0), ForwardOptions::default()).unwrap();
         let hidden = expected.f64("prefill.last_hidden");
         let what = format!("{name} last hidden");
         close(&what, &forward.last_hidden, &hidden, HIDDEN, HIDDEN_BOUND);
@@ -43,17 +39,23 @@ fn prefill_gives_the_last_hidden_states() {
             let bound = HIDDEN_BOUND;
             close(&what("input"), &trace.attention_input, &tensor("attn_in"), HIDDEN, bound);
             close(&what("output"), &trace.attention_output, &tensor("attn_out"), HIDDEN, bound);
+            let topk = format!("prefill.L{index}.topk");
+            if expected.has(&topk) {
+                let selected = trace.selected.as_ref().unwrap();
+                equal_selections(
+                    &what("topk"),
+                    selected,
+                    &expected.i32(&topk),
+                    &tensor("topk_gap"),
+                );
+            }
         }
     }
 }
 
-/// A sparse model needs its own selection for these.
-const DENSE_MODELS: [&str; 5] =
-    ["deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "glm4_moe_lite", "minicpm3"];
-
 #[test]
 fn sequences_alone_give_the_packed_results() {
-    for name in DENSE_MODELS {
+    for name in MODELS {
         let (model, expected) = reference(name);
         let ids = expected.ids("varlen.input_ids");
         let mut last = Vec::new();
@@ -70,7 +72,7 @@ fn sequences_alone_give_the_packed_results() {
 
 #[test]
 fn cached_decode_gives_the_greedy_ids() {
-    for name in DENSE_MODELS {
+    for name in MODELS {
         let (model, expected) = reference(name);
         let mut ids = expected.ids("greedy.input_ids");
         let margins = expected.f64("greedy.margin");
@@ -93,5 +95,16 @@ fn cached_decode_gives_the_greedy_ids() {
         }
         assert_eq!(given, expected.ids("greedy.new_ids"), "{name}");
         assert_eq!(given.len(), 12);
+    }
+}
+
+/// What cannot be run as a whole says so, and what of it can be run.
+#[test]
+fn models_of_other_layers_are_refused() {
+    for name in ["glm5_next", "kimi_linear_nope"] {
+        let folder = ModelFolder::open(&vectors(name)).unwrap();
+        let error = Reference::new(&folder.config, &folder.checkpoint).unwrap_err();
+        assert!(matches!(error, Error::Input(InputError::LayersOnly { .. })), "{name}: {error}");
+        assert!(error.to_string().contains("alone"), "{error}");
     }
 }

@@ -1,53 +1,58 @@
 //! The real checkpoint: transformers' fp32 results on text.
 
 use mlakit_model::{
-    Error, Form, ForwardOptions, InputError, LatentCache, ModelConfig, ModelFolder, Reference,
-    Selection, Sequence, embedded,
+    Error, Form, ForwardOptions, Keys, LatentCache, ModelConfig, ModelFolder, Reference, Selection,
+    Sequence, embedded,
 };
 
-use crate::common::{Bound, Expected, attention, close, tiny_dsa};
+use crate::common::{Bound, Expected, attention, close, equal_selections, tiny_dsa};
 
 const HIDDEN: usize = 256;
 const VOCABULARY: usize = 258;
-/// Tokens of which each row sees no more keys than the model selects.
-const DENSE_TOKENS: usize = 128;
-
 fn expected() -> Expected {
     Expected::open(&tiny_dsa().join("reference.safetensors"))
 }
 
+/// All 512 tokens, each layer selecting 128 keys by itself.
 #[test]
-fn logits_of_the_first_tokens() {
+fn logits_and_selections() {
     let folder = ModelFolder::open(&tiny_dsa()).unwrap();
     folder.checkpoint.verify(&folder.config).unwrap();
     let model = Reference::new(&folder.config, &folder.checkpoint).unwrap();
     let expected = expected();
-    let ids = &expected.ids("input_ids")[..DENSE_TOKENS];
-    let mut cache = model.cache(0);
-    let forward = model.forward(ids, &mut cache, ForwardOptions::default()).unwrap();
+    let ids = expected.ids("input_ids");
+    let forward = model.forward(&ids, &mut model.cache(0), ForwardOptions::default()).unwrap();
     let logits = model.logits(&forward.last_hidden).unwrap();
-    let wanted = &expected.f64("logits")[..DENSE_TOKENS * VOCABULARY];
     let bound = Bound { relative: 1e-4, absolute: 1e-3 };
-    close("logits", &logits, wanted, VOCABULARY, bound);
+    close("logits", &logits, &expected.f64("logits"), VOCABULARY, bound);
     for (layer, trace) in forward.layers.iter().enumerate() {
-        let wanted = |part: &str| {
-            expected.f64(&format!("L{layer}.{part}"))[..DENSE_TOKENS * HIDDEN].to_vec()
-        };
+        let wanted = |part: &str| expected.f64(&format!("L{layer}.{part}"));
         let (input, output) = (wanted("attn_in"), wanted("attn_out"));
         close(&format!("L{layer} input"), &trace.attention_input, &input, HIDDEN, bound);
         close(&format!("L{layer} output"), &trace.attention_output, &output, HIDDEN, bound);
+        let topk = expected.i32(&format!("L{layer}.topk"));
+        let selected = trace.selected.as_ref().unwrap();
+        equal_selections(&format!("L{layer} topk"), selected, &topk, &[1.0; 512]);
     }
+}
 
-    // One more token would need a selection, and the refusal leaves the cache as it was.
-    let before = cache.layers[0].clone();
-    let refused = model.forward(&[65], &mut cache, ForwardOptions::default());
-    assert!(
-        matches!(refused, Err(InputError::Selection { layer: 0, row: 0, visible: 129, .. })),
-        "{refused:?}"
-    );
-    assert_eq!(cache.layers[0], before);
+/// The same tokens in pieces through the cache.
+#[test]
+fn pieces_change_no_number() {
+    let folder = ModelFolder::open(&tiny_dsa()).unwrap();
+    let model = Reference::new(&folder.config, &folder.checkpoint).unwrap();
+    let ids = &expected().ids("input_ids")[..200];
+    let whole = model.forward(ids, &mut model.cache(0), ForwardOptions::default()).unwrap();
+    let (mut cache, mut pieces) = (model.cache(0), Vec::new());
+    for piece in ids.chunks(67) {
+        let forward = model.forward(piece, &mut cache, ForwardOptions::default()).unwrap();
+        pieces.extend(forward.last_hidden);
+    }
+    assert!(pieces == whole.last_hidden);
     let dense = ForwardOptions { dense: true, ..ForwardOptions::default() };
-    assert!(model.forward(&[65], &mut cache, dense).is_ok());
+    let dense = model.forward(ids, &mut model.cache(0), dense).unwrap();
+    assert!(dense.last_hidden[..128 * HIDDEN] == whole.last_hidden[..128 * HIDDEN]);
+    assert!(dense.last_hidden[128 * HIDDEN..] != whole.last_hidden[128 * HIDDEN..]);
 }
 
 /// All 512 rows, those beyond the first 128 with the stored selection.
@@ -60,7 +65,7 @@ fn attention_layers_with_their_selection() {
         let reference = attention(&folder.checkpoint, config, layer, HIDDEN);
         let input = expected.f64(&format!("L{layer}.attn_in"));
         let keys = expected.i32(&format!("L{layer}.topk"));
-        let selection = Some(Selection { keys: &keys, width: 128 });
+        let selection = Keys::Given(Selection { keys: &keys, width: 128 });
         let mut cache = LatentCache::default();
         let mut sequences = [Sequence { rows: 512, first_position: 0, cache: &mut cache }];
         let out = reference.run(&input, &mut sequences, selection, Form::Absorbed).unwrap();
@@ -70,7 +75,7 @@ fn attention_layers_with_their_selection() {
     }
 }
 
-/// Greedy text as long as every step sees no more keys than are selected.
+/// Greedy text, as long as transformers made it.
 #[test]
 fn greedy_ids_of_the_embedded_model() {
     let folder = ModelFolder::from_static(embedded::tiny_dsa()).unwrap();

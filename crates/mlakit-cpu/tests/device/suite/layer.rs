@@ -357,7 +357,8 @@ pub fn activations_agree<D: SuiteDevice>(device: &D) {
             (FLOATS[1], FLOATS[1], 0),
         ] {
             let kind = ActivationKind::Silu;
-            let fields = ActivationFields { width, max_rows: ROWS, input, output, kind };
+            let gate_span = None;
+            let fields = ActivationFields { width, gate_span, max_rows: ROWS, input, output, kind };
             let spec = ActivationSpec::new(fields).unwrap();
             let prepared = prepare::<Activation, D>(device, &spec);
             let mut x = rng.normals(ROWS * 2 * width);
@@ -365,11 +366,47 @@ pub fn activations_agree<D: SuiteDevice>(device: &D) {
                 row.iter_mut().for_each(|v| *v *= scale);
             }
             let x = held(input, x);
-            let needed = op::activation::oracle(&spec, &x);
+            let needed = op::activation::oracle(&spec, &x, &[]);
             let x = Tensor::new(device, input, (before, &x));
             let y = Tensor::new(device, output, (before, &vec![GAP; ROWS * width]));
             run(device, &prepared, |lane| {
-                prepared.bind(ActivationArgs { x: x.input(), y: y.output(), scratch: lane.lease() })
+                let (gate, scratch) = (None, lane.lease());
+                prepared.bind(ActivationArgs { x: x.input(), gate, y: y.output(), scratch })
+            });
+            let needed = (&needed[..], (width, width));
+            close(&format!("{spec:?}"), (&y.read(), output), needed, (2e-6, 1e-30));
+        }
+    }
+}
+
+/// Gates that are operands of their own: one for each element, one for each head.
+pub fn gates_apart_agree<D: SuiteDevice>(device: &D) {
+    const ROWS: usize = 4;
+    let mut rng = Rng(85);
+    for (width, span) in [(1, 1), (21, 1), (21, 7), (512, 128), (515, 515)] {
+        for (input, output, before) in [
+            (FLOATS[0], FLOATS[0], 0),
+            (FLOATS[0], FLOATS[1], 1),
+            (FLOATS[1], FLOATS[0], 2),
+            (FLOATS[1], FLOATS[1], 0),
+        ] {
+            let (kind, gate_span) = (ActivationKind::Sigmoid, Some(span));
+            let fields = ActivationFields { width, gate_span, max_rows: ROWS, input, output, kind };
+            let spec = ActivationSpec::new(fields).unwrap();
+            let prepared = prepare::<Activation, D>(device, &spec);
+            let gates = width / span;
+            let mut gate = rng.normals(ROWS * gates);
+            for (row, scale) in gate.chunks_exact_mut(gates).zip([1.0, 0.01, 8.0, 300.0]) {
+                row.iter_mut().for_each(|v| *v *= scale);
+            }
+            let (x, gate) = (held(input, rng.normals(ROWS * width)), held(input, gate));
+            let needed = op::activation::oracle(&spec, &x, &gate);
+            let x = Tensor::new(device, input, (before, &x));
+            let gate = Tensor::new(device, input, (before, &gate));
+            let y = Tensor::new(device, output, (before, &vec![GAP; ROWS * width]));
+            run(device, &prepared, |lane| {
+                let (gate, scratch) = (Some(gate.input()), lane.lease());
+                prepared.bind(ActivationArgs { x: x.input(), gate, y: y.output(), scratch })
             });
             let needed = (&needed[..], (width, width));
             close(&format!("{spec:?}"), (&y.read(), output), needed, (2e-6, 1e-30));

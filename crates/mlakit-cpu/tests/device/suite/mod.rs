@@ -211,6 +211,7 @@ macro_rules! device_suite {
             hadamard_agrees_with_the_definition = hadamard::agrees_with_the_definition,
             layer_norms_agree = layer::layer_norms_agree_and_know_no_company,
             rotations_of_a_part_agree = layer::rotations_of_a_part_agree,
+            gates_apart_agree = layer::gates_apart_agree,
         }
     };
     (@each $device:expr; $($name:ident = $module:ident::$contract:ident,)*) => {

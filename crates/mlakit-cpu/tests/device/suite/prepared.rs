@@ -248,7 +248,8 @@ pub fn embed_and_activation_prepare<D: SuiteDevice>(device: &D) {
                 embeds.push(EmbedSpec::new(fields).unwrap());
             }
             let kind = ActivationKind::Silu;
-            let fields = ActivationFields { width, max_rows: 5, input: table, output, kind };
+            let (input, gate_span) = (table, None);
+            let fields = ActivationFields { width, gate_span, max_rows: 5, input, output, kind };
             activations.push(ActivationSpec::new(fields).unwrap());
         }
     }

@@ -43,18 +43,26 @@ impl Op for Activation {
         let width = spec.width;
         let firsts: Vec<usize> = (0..GATES.len()).step_by(width.min(4)).collect();
         for firsts in firsts.chunks(spec.max_rows) {
-            let element = |i: usize| match (i % (2 * width), firsts[i / (2 * width)]) {
-                (column, first) if column < width => GATES[(first + column) % GATES.len()],
+            let gate_of = |first: usize, column: usize| GATES[(first + column) % GATES.len()];
+            let in_width = spec.in_width();
+            let element = |i: usize| match (i % in_width, firsts[i / in_width]) {
+                (column, first) if in_width > width && column < width => gate_of(first, column),
                 _ => eighths(i),
             };
-            let x: Vec<f32> = (0..firsts.len() * 2 * width).map(element).collect();
-            let needed = oracle(&spec, &x);
+            let x: Vec<f32> = (0..firsts.len() * in_width).map(element).collect();
+            let gates = spec.gate_width().map(|width| -> Vec<f32> {
+                let row = |first: usize| (0..width).map(move |column| gate_of(first, column));
+                firsts.iter().flat_map(|first| row(*first)).collect()
+            });
+            let needed = oracle(&spec, &x, gates.as_deref().unwrap_or(&[]));
 
             let x = FloatProbe::new(warm, spec.input, &x)?;
+            let gate = gates.map(|gate| FloatProbe::new(warm, spec.input, &gate)).transpose()?;
             let mut y = FloatProbe::new(warm, spec.output, &vec![f32::NAN; needed.len()])?;
             let mut scratch = warm.scratch()?;
             warm.run(ActivationArgs {
                 x: x.input(),
+                gate: gate.as_ref().map(FloatProbe::input),
                 y: y.output(),
                 scratch: (&mut scratch).into(),
             })?;

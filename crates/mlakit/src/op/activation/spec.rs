@@ -12,14 +12,21 @@ use crate::op::spec::{MAX_ROWS, checked_spec, within};
 pub enum ActivationKind {
     /// `v / (1 + exp(-v))`.
     Silu,
+    /// `1 / (1 + exp(-v))`.
+    Sigmoid,
 }
 
 /// The fields of an [`ActivationSpec`].
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ActivationFields {
-    /// Elements of a row of `y`; a row of `x` has twice as many.
+    /// Elements of a row of `y`; a row of `x` has twice as many, or, where the gate is an operand of
+    /// its own, as many.
     pub width: usize,
+    /// How many elements of `y` in a row have one element of the gate, which then is an operand of
+    /// its own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gate_span: Option<usize>,
     /// Row capacity.
     pub max_rows: usize,
     /// The dtype of `x`.
@@ -37,8 +44,21 @@ checked_spec! {
 }
 
 impl ActivationFields {
+    /// Elements of a row of `x`.
+    pub fn in_width(&self) -> usize {
+        if self.gate_span.is_some() { self.width } else { 2 * self.width }
+    }
+
+    /// Elements of a row of the gate, where it is an operand of its own.
+    pub fn gate_width(&self) -> Option<usize> {
+        self.gate_span.map(|span| self.width / span)
+    }
+
     fn check(&self) -> Result<(), Error> {
         within("width", self.width, 1, MAX_ROW_WIDTH / 2)?;
+        if let Some(span) = self.gate_span.filter(|span| !self.width.is_multiple_of(*span)) {
+            return Err(Error::contract("gate_span", format!("a divisor of {}", self.width), span));
+        }
         within("max_rows", self.max_rows, 1, MAX_ROWS)
     }
 }
@@ -63,6 +83,8 @@ mod tests {
         assert_eq!(refused(|f| f.width = 0), "width");
         assert_eq!(refused(|f| f.width = MAX_ROW_WIDTH), "width");
         assert_eq!(refused(|f| f.max_rows = 0), "max_rows");
+        assert_eq!(refused(|f| f.gate_span = Some(0)), "gate_span");
+        assert_eq!(refused(|f| f.gate_span = Some(3)), "gate_span");
     }
 
     #[test]
