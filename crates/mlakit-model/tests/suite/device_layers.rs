@@ -66,7 +66,7 @@ impl Case {
     }
 
     pub fn tensor(&self, prefix: &str, suffix: &str) -> Vec<f64> {
-        self.expected.f64(&format!("{prefix}.{}.{suffix}", self.label))
+        self.expected.f64(&format!("{prefix}.{}.{suffix}", self.label()))
     }
 
     pub fn hidden(&self, prefix: &str) -> Vec<f32> {
