@@ -160,7 +160,7 @@ pub enum DeviceName {
 /// `mlakit op`.
 #[derive(Debug, Group)]
 pub struct OpArgs {
-    /// The operation: dense, merge, writer or projection
+    /// The operation: dense, sparse, indexer, selection, merge, writer or projection
     pub operation: String,
     /// The case file
     #[arg(long, value_name = "IN.safetensors")]
@@ -183,7 +183,7 @@ pub struct OpArgs {
 #[derive(Debug, Group)]
 #[command(group = clap::ArgGroup::new("what").required(true).args(["op", "config"]))]
 pub struct PlanArgs {
-    /// Plan an operation: dense, merge, writer or projection
+    /// Plan an operation: dense, sparse, indexer, selection, merge, writer or projection
     #[arg(long, value_name = "NAME", requires = "spec")]
     pub op: Option<String>,
     /// Its Spec: a JSON object, or @ and the file that holds it

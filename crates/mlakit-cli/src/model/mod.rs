@@ -133,6 +133,8 @@ fn ledger(census: &mlakit::Census) -> Vec<Owned> {
             None => lines.push(Owned { category, owner, bytes: line.bytes }),
         }
     }
+    // Buffers of no elements stand for operands that this model does not have.
+    lines.retain(|line| line.bytes > 0);
     lines
 }
 
