@@ -34,6 +34,7 @@ macro_rules! model_suite {
             selections_of_the_tiny_checkpoint = device_tiny,
             bits_per_byte_of_the_tiny_checkpoint = device_tiny,
             sparse_greedy_text_is_that_of_transformers = device_tiny,
+            decode_across_the_top_k = device_tiny,
         }
     };
     (@each $device:expr; $($contract:ident = $module:ident,)*) => {
