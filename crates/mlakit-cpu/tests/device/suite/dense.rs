@@ -1,5 +1,6 @@
 //! Dense attention is what the oracle says, and depends on nothing that no row refers to.
 
+use half::bf16;
 use mlakit::op::merge::Partial;
 use mlakit::{LseBase, Pages, RecordFormat, Splits};
 
@@ -267,6 +268,40 @@ pub fn a_nan_key_stays_with_the_rows_that_see_it<D: SuiteDevice>(device: &D) {
                     }
                 }
             }
+        }
+    }
+}
+
+/// Keys whose scores are -inf weigh nothing beside others, and rows that see no other key are as those
+/// that see none: output 0, log-sum-exp -inf.
+pub fn scores_of_minus_infinity_weigh_nothing<D: SuiteDevice>(device: &D) {
+    const FAR: usize = 130;
+    for splits in [Splits::Count(1), Splits::Count(2), Splits::FixedTokens(64)] {
+        for partial in [Partial::Bf16, Partial::F32] {
+            let mut shape = shape(3, (66, 34), &[(150, 40), (90, 2)]);
+            (shape.splits, shape.partial) = (splits, partial);
+            let mut inputs = DenseInputs::new(&shape, 12);
+            for q in inputs.q.chunks_exact_mut(66) {
+                q[65] = bf16::ONE;
+            }
+            for (request, far) in [(0, 0..FAR), (1, 0..90)] {
+                for position in far {
+                    let last = inputs.record(request, position).unwrap() + 65 * 2;
+                    let bytes = bf16::NEG_INFINITY.to_le_bytes();
+                    inputs.cache[last..last + 2].copy_from_slice(&bytes);
+                }
+            }
+            let prepared = prepare(device, &inputs.spec);
+            let division = prepared.plan().division();
+            let given = run_prepared(device, &prepared, &inputs);
+            dense_agrees(&inputs, division, (&given, &inputs.oracle(division)));
+            // The first rows of the first request see positions below 130 only, those of the second no other.
+            for row in (0..=FAR - 111).chain(40..42) {
+                let (outs, lses) = (row * 3 * 34..(row + 1) * 3 * 34, row * 3..row * 3 + 3);
+                assert!(given.out[outs].iter().all(|v| v.to_f32() == 0.0), "row {row}");
+                assert!(given.lse[lses].iter().all(|v| *v == f32::NEG_INFINITY), "row {row}");
+            }
+            assert!(given.lse[20 * 3..40 * 3].iter().all(|v| v.is_finite()));
         }
     }
 }

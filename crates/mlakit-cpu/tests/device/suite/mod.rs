@@ -94,6 +94,7 @@ macro_rules! device_suite {
             dense_agrees_with_the_oracle = dense::agrees_with_the_oracle,
             dense_counts_what_is_out_of_bounds = dense::counts_what_is_out_of_bounds,
             dense_sees_only_what_is_referred_to = dense::sees_only_what_is_referred_to,
+            scores_of_minus_infinity = dense::scores_of_minus_infinity_weigh_nothing,
             a_nan_key_stays_with_the_rows_that_see_it =
                 dense::a_nan_key_stays_with_the_rows_that_see_it,
             pages_beyond_two_gibibytes = dense::pages_beyond_two_gibibytes,
@@ -160,6 +161,8 @@ macro_rules! device_suite {
             seventy_thousand_rows = sparse_edges::seventy_thousand_rows,
             positions_around_65536 = sparse_edges::positions_around_65536,
             splits_that_get_no_column = sparse_edges::splits_that_get_no_column,
+            selected_scores_of_minus_infinity =
+                sparse_edges::scores_of_minus_infinity_weigh_nothing,
             a_nan_token_reaches_the_rows_that_select_it =
                 sparse_edges::a_nan_token_reaches_the_rows_that_select_it,
             selected_rows_know_no_company = sparse_edges::rows_know_no_company,

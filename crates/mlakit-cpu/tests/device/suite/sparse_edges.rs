@@ -299,6 +299,36 @@ pub fn a_nan_token_reaches_the_rows_that_select_it<D: SparseDevice>(device: &D) 
     }
 }
 
+/// Tokens whose scores are -inf weigh nothing beside others, and rows that select no other token are as
+/// those that select none: output 0, log-sum-exp -inf.
+pub fn scores_of_minus_infinity_weigh_nothing<D: SparseDevice>(device: &D) {
+    for splits in [Splits::Count(1), Splits::Count(2), Splits::FixedTokens(64)] {
+        for sink in [false, true] {
+            let mut shape = shape(3, WIDTHS, 150, &[(300, 6)]);
+            (shape.splits, shape.count, shape.sink) = (splits, Some(150), sink);
+            let mut inputs = SparseInputs::new(&shape, 18);
+            for q in inputs.q.chunks_exact_mut(WIDTHS.0) {
+                q[WIDTHS.0 - 1] = bf16::ONE;
+            }
+            // The first two rows select the same tokens, which are far; the others any.
+            let far = inputs.positions[..150].to_vec();
+            inputs.positions[150..300].copy_from_slice(&far);
+            for position in far {
+                let slot = inputs.slot_of(0, position, 300) as usize;
+                let [data, _] = inputs.pool.token(slot / 16, slot % 16);
+                let last = data.start + (WIDTHS.0 - 1) * 2;
+                let bytes = bf16::NEG_INFINITY.to_le_bytes();
+                inputs.pool.bytes[last..last + 2].copy_from_slice(&bytes);
+            }
+            let given = check_inputs(device, &inputs);
+            let (outs, lses) = (2 * 3 * shape.value_width, 2 * 3);
+            assert!(given.out[..outs].iter().all(|v| v.to_f32() == 0.0));
+            assert!(given.lse[..lses].iter().all(|v| *v == f32::NEG_INFINITY));
+            assert!(given.lse[lses..].iter().all(|v| v.is_finite()));
+        }
+    }
+}
+
 /// The row of an outcome.
 fn row_of(outcome: &Outcome, row: usize, shape: &SparseShape) -> (Vec<bf16>, Vec<f32>) {
     let (outs, lses) = (shape.heads * shape.value_width, shape.heads);

@@ -211,8 +211,9 @@ impl Oracle<'_> {
         let scores: Vec<f64> = records.iter().map(&mut score).collect();
         let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let mut out = vec![0.0; spec.value_width];
-        if records.is_empty() {
-            return (out, f64::NEG_INFINITY);
+        // No key, or none whose score is above -inf: nothing weighs anything.
+        if top == f64::NEG_INFINITY && !scores.iter().any(|score| score.is_nan()) {
+            return (out, top);
         }
         let weights: Vec<f64> = scores.iter().map(|score| (score - top).exp()).collect();
         let sum: f64 = weights.iter().sum();

@@ -292,9 +292,13 @@ impl Oracle<'_> {
         };
         let scores: Vec<f64> = records.iter().map(score).collect();
         let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let mut out = vec![0.0; spec.value_width];
+        // No score is above -inf: nothing weighs anything.
+        if top == f64::NEG_INFINITY && !scores.iter().any(|score| score.is_nan()) {
+            return (out, top);
+        }
         let weights: Vec<f64> = scores.iter().map(|score| (score - top).exp()).collect();
         let sum: f64 = weights.iter().sum();
-        let mut out = vec![0.0; spec.value_width];
         for (record, weight) in records.iter().zip(&weights) {
             for (total, value) in out.iter_mut().zip(record) {
                 *total += weight / sum * value;
